@@ -144,10 +144,10 @@ def _conclusion(found: Records) -> str:
     return (
         f"At 200 Mbit/s a step takes {_times(slow[whole])} as long as one that sends nothing, in 16 bits "
         f"{_times(slow[half])}, and with the largest 1 % of the gradient {_times(slow[own])}; at 1 Gbit/s "
-        f"{_times(fast[whole])}, {_times(fast[half])} and {_times(fast[own])}; the demo's held-out loss is "
+        f"{_times(fast[whole])}, {_times(fast[half])} and {_times(fast[own])}. The demo's held-out loss is "
         f"{loss} uncompressed, {four} in 4 bits, and with the largest 1 % {sparse} of gradients and {updates} of "
-        "updates; between stages 8 bits forward and 4 back train "
-        f"{stages['uniform:bits=8/qsgd:bits=4']['times_none']:.1f} times as many tokens per second; and in 8 bits a "
+        "updates. Between stages, 8 bits forward and 4 back train "
+        f"{stages['uniform:bits=8/qsgd:bits=4']['times_none']:.1f} times as many tokens per second. In 8 bits a "
         f"vision transformer under bf16 keeps {kept:.0%} less for backward, in steps {longer:.2f} times as long."
     )
 
@@ -191,11 +191,12 @@ def _panels(found: Records) -> list[Panel]:
 
 _OPENING = Opening(
     title="Speed and memory",
-    says="Compression takes a training step on a slow link near to one that sends nothing, lets stages of a model work "
-    "where they would wait, and trains in a part of the memory, at little cost in time and loss.",
-    ran="`narrowband bench` on one machine with two cores: data parallelism and a pipeline, each on four real ranks "
-    "behind links that the kernel shapes, and a vision transformer's training step; and `narrowband demo`, which "
-    "trains a small GPT on four ranks.",
+    says="What does compression save in time and memory, and what does it cost? It ought to take a step on a slow link "
+    "near to one that sends nothing, to let stages of a model work where they would wait, and to train in a part of "
+    "the memory.",
+    ran="`narrowband bench` timed data parallelism and a pipeline, each on four real ranks behind links that the "
+    "kernel shapes, and a vision transformer's training step, on one machine with two cores. `narrowband demo` "
+    "trained a small GPT on four ranks.",
     found=_conclusion,
     panels=_panels,
 )

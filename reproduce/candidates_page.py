@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from reproduce.candidates_senders import (
     at_rate,
     rates,
 )
+from reproduce.claims import under
 from reproduce.groups import Claim, claimed
 from reproduce.pairs import Difference, difference
 from reproduce.pictures import Bar, Panel
@@ -111,16 +112,42 @@ _BETTER = (
 )  # fmt: skip
 
 
+#: Where a page tells what is said of a table's rows.
+_TOPICS = {
+    "bits": "A few bits per element",
+    "random": "Elements at random",
+    "rank": "Low rank: rounds and half rounds of PowerSGD",
+    "plans": "L-GreCo's plans",
+    "dgc": "Deep Gradient Compression",
+}
+_DECAYS, _FEWER_BITS, _MOMENTUM = (
+    "Residuals that decay",
+    "Residuals in fewer bits",
+    "Momentum in the place of updates, each at its best learning rate",
+)
+
+
 def claims(found: Sequence[Line]) -> list[Claim]:
     """What may be said of candidates, by these rows."""
     said = []
     for text, group, one, other in _BETTER:
+        trained = _DECAYS if "decay" in one else _TOPICS["rank" if "powersgd" in one else "bits"]
+        topic = _TOPICS.get(group, trained)
         try:
-            said.append(claimed(text, _beside(found, group, one, other).better()))
+            said += under(topic, [claimed(text, _beside(found, group, one, other).better())])
         except LookupError:
-            said.append(Claim(text, None, "not measured"))
-    return [*said, *_stored(found), _planned(found), *_momentum(found)]
+            said += under(topic, [Claim(text, None, "not measured")])
+    return [
+        *said,
+        *under(_FEWER_BITS, [replace(claim, said=claim.text.replace(_NO_WORSE, _AT_MOST)) for claim in _stored(found)]),
+        *under(_TOPICS["plans"], [_planned(found)]),
+        *under(_MOMENTUM, [replace(claim, said=claim.text.removesuffix(_BEST)) for claim in _momentum(found)]),
+    ]
 
+
+_BEST = ", each at its best learning rate"
+_NO_WORSE = f"no worse than in float32, by more than {_WORSE:.0%}"
+_AT_MOST = f"at most {_WORSE:.0%} worse than in float32"
 
 #: What is said of rows that were trained with several learning rates, and the rows of which the first is better.
 _OF_OWN = (
@@ -135,7 +162,7 @@ _OF_OWN = (
 def _momentum(found: Sequence[Line]) -> Iterator[Claim]:
     """Each at its best learning rate."""
     for what, one, other in _OF_OWN:
-        text = f"{what}, each at its best learning rate"
+        text = f"{what}{_BEST}"
         try:
             own = [_at_best(found, name) for name in (one, other)]
         except LookupError:
@@ -160,7 +187,7 @@ def _stored(found: Sequence[Line]) -> Iterator[Claim]:
     for group, spec in [*(("stores", f"{codec}+ef") for codec in STORED), *trained, ("dgc", DGC)]:
         what = "loses" if group == "stores" else "trains a model"
         for store in DGC_STORES if group == "dgc" else STORES:
-            text = f"{spec}{store} {what} no worse than in float32, by more than {_WORSE:.0%}"
+            text = f"{spec}{store} {what} {_NO_WORSE}"
             try:
                 yield claimed(text, _beside(found, group, f"{spec}{store}", spec).no_worse(_WORSE))
             except LookupError:
@@ -216,18 +243,49 @@ def _is_candidate(line: Line) -> bool:
 #: Rows that have a setting of authors' code which the library has not.
 _OF_AUTHORS = ("clipped by layers", "five rounds for new ranks", *(at_rate(MOMENTS, rate) for rate in rates(MOMENTS)))
 
+
+def _by_spec(own: Sequence[Line]) -> list[str]:
+    """Specs of rows whose names are others."""
+    called: dict[str, list[str]] = {}
+    for line in own:
+        if line.name != line.spec:
+            called.setdefault(line.spec, []).append(line.name)
+    return [f"`{spec}`: {'; '.join(names)}" for spec, names in called.items()]
+
+
 LAYOUT = Layout(
     tables=lambda found: [(group, [line for line in found if line.group == group]) for group in _of_groups(found)],
     columns=_columns,
     legend=(
-        "Sent: bytes of one rank's payloads of all compressed matrices in a step, a mean over steps; ratio: how many "
-        "times less that is than in 32 bits. Cumulated error: how far the parameters of plain SGD would be led astray, "
-        "as a multiple of the mean length of a step. After a mean: how far the least and the most of its seeds are "
-        "apart. *Rarer*: with the second moment brought up to date less often. Perplexity: of held-out "
-        "text. Less is better in both. Compared are pairs of one seed."
+        ("in the library", "whether this codec or setting can be had"),
+        ("sent", "bytes of one rank's payloads of all compressed matrices in a step, a mean over steps"),
+        ("ratio", "how many times less that is than in 32 bits"),
+        (
+            "cumulated error",
+            (
+                "how far the parameters of uncompressed training by SGD (rate 0.3) would be led astray, as a multiple "
+                "of the mean length of a step; less is better"
+            ),
+        ),
+        (
+            "perplexity",
+            (
+                "of held-out text, of models trained by AdamW (rate 0.004, β₁ 0.9, β₂ 0.999, weight decay 0.01) or by "
+                "SGD (rate 0.05, momentum 0.9; DGC's own); less is better"
+            ),
+        ),
+        ("seeds apart", "how far the least and the most of its seeds are"),
+        ("rarer", "with the second moment brought up to date less often"),
+        (
+            "all rows",
+            (
+                "rates rise over a tenth of 600 steps of 16 windows of 64 bytes and fall along a cosine to zero; "
+                "nothing is clipped but where DGC's rows say so; the text is WikiText-2's validation split"
+            ),
+        ),
     ),
     caption=lambda title, own: f"{title}; {len(own[0].scores)} seeds",
-    notes=lambda own: [f"{line.name}: `{line.spec}`" for line in own if line.name != line.spec],
+    notes=_by_spec,
 )
 
 
@@ -236,65 +294,50 @@ def _of_groups(found: Sequence[Line]) -> list[str]:
 
 
 def _found(found: Sequence[Line]) -> str:
-    own = {(line.group, line.name): line.mean for line in found}
-    try:
-        rank, trained = (
-            _beside(found, group, "powersgd:rank=4,halves=2", "powersgd:rank=4") for group in ("rank", "training")
-        )
-        listed = _beside(found, "dgc", "warm-up of the authors' code", "warm-up of the paper")
-        clipped = _beside(found, "dgc", "clipped by layers", "clipped as a whole")
-        natural = _beside(found, "bits", "natural compression+ef", "qsgd:bits=4+ef")
-        dithered = _beside(found, "bits", "natural dithering, 3 bits+ef", "uniform:bits=3,symmetric=true+ef")
-        block, elements = own["random", "random block, 10 %+ef"], own["random", "randomk:density=0.1+ef"]
-        fp16, dgc = own["dgc", DGC_16], own["dgc", DGC]
-        terngrad, qsgd, uniform = (
-            own["bits", name] for name in ("TernGrad", "qsgd:bits=2", "uniform:bits=2,symmetric=true+ef")
-        )
-        plans, last, five = (
-            own["plans", name]
-            for name in ("plans of all steps", "plans of the last steps", "five rounds for new ranks")
-        )
-    except KeyError as missing:
-        raise LookupError(f"needs {missing}") from None
+    halves = _beside(found, "rank", "powersgd:rank=4,halves=2", "powersgd:rank=4")
+    natural = _beside(found, "bits", "natural compression+ef", "qsgd:bits=4+ef")
+    last = _beside(found, "plans", "plans of the last steps", "plans of all steps")
+    demo = _beside(found, "own", *(_at_best(found, name).name for name in ("DeMo", "updates, top 1 %")))
     return (
-        f"the error of two half rounds of PowerSGD differs from that of a whole one at rank 4 by {rank.figure()}, seed "
-        f"by seed, so they are here, though a model trained with them has a perplexity that differs by "
-        f"{trained.figure()}; natural compression has an error {natural.figure()} from that of qsgd with half of its "
-        f"bits, and natural dithering one {dithered.figure()} from that of uniform with as many, both with feedback, "
-        f"so neither is here; a warm-up as a list ({listed.figure()} of perplexity) and clipping by layers "
-        f"({clipped.figure()}) change nothing that is resolved, so these are not here either; DGC's "
-        f"perplexity is {fp16:.2f} with values in 16 bits and {dgc:.2f} with fewer of them in 32, which neither gains "
-        f"nor loses and is here since the authors' code has it; a random block loses {block:.2f} mean steps and random "
-        f"elements {elements:.2f}, within the noise, and TernGrad {terngrad:.1f} where qsgd:bits=2 loses {qsgd:.1f} "
-        f"and two bits with feedback {uniform:.2f}, so neither is here; L-GreCo's plans lose {plans:.2f}, and with "
-        f"five rounds of power iteration for new ranks {five:.2f}, within the noise, so these are not here; from the "
-        f"last ten steps of a window alone they lose {last:.2f}, which is less, so that nb.LGreCo(last=10) is here."
+        f"Two half rounds of PowerSGD have an error {halves.figure()} from that of a whole one at rank 4, and plans of "
+        f"L-GreCo from the last ten steps alone one {last.figure()} from that of plans from all, so both are in the "
+        f"library. Natural compression errs {natural.figure()} from qsgd with half of its bits, and models with DeMo "
+        f"are {demo.figure()} from those with updates, so neither is; nor are TernGrad, random blocks, the authors' "
+        "warm-up and clipping by layers, which gained nothing that is resolved."
     )
 
 
 def _panels(found: Sequence[Line]) -> list[Panel]:
     own = {(line.group, line.name): line.mean for line in found}
 
-    def bars(group: str, *names: str) -> list[Bar]:
-        return [Bar(name, own[group, name], f"{own[group, name]:.2f}", "halves" in name) for name in names]
+    def bars(group: str, called: Mapping[str, str]) -> list[Bar]:
+        return [
+            Bar(said, own[group, name], f"{own[group, name]:.2f}", "halves=2" in name) for name, said in called.items()
+        ]
 
-    ranks = ("powersgd:rank=4", "powersgd:rank=8,halves=1", "powersgd:rank=4,halves=2")
-    two = ("qsgd:bits=2", "TernGrad", "uniform:bits=2,symmetric=true+ef")
+    ranks = {
+        "powersgd:rank=4": "PowerSGD, rank 4",
+        "powersgd:rank=8,halves=1": "rank 8, half a round",
+        "powersgd:rank=4,halves=2": "rank 4, two half rounds",
+    }
+    two = {
+        "qsgd:bits=2": "qsgd, 2 bits",
+        "TernGrad": "TernGrad",
+        "uniform:bits=2,symmetric=true+ef": "uniform, 2 bits, feedback",
+    }
     return [
-        Panel("Low rank", "cumulated error, in mean steps", bars("rank", *ranks)),
-        Panel("Two bits", "cumulated error, in mean steps", bars("bits", *two)),
+        Panel("Low rank", "cumulated error, in mean steps", bars("rank", ranks)),
+        Panel("Two bits", "cumulated error, in mean steps", bars("bits", two)),
     ]
 
 
 _OPENING = Opening(
     title="What is not here, and why",
-    says="Authors' code and other papers have codecs and settings that might be here, too, and each has to bring "
-    "something at equal bytes.",
-    ran="A GPT of 137 thousand parameters (2 blocks of width 64, 4 heads) read bytes of WikiText-2 (validation split) "
-    "on four ranks that one process plays, 600 steps of 16 windows of 64 bytes: either without compression, by SGD "
-    "(rate 0.3), for the error that every codec would have cumulated, or with it, by AdamW (rate 0.004, β₁ 0.9, β₂ "
-    "0.999, weight decay 0.01) or SGD (rate 0.05, momentum 0.9; DGC's own); rates rise over a tenth of the steps and "
-    "fall along a cosine to zero, and nothing is clipped but where DGC's rows say so.",
+    says="Authors' code and other papers have codecs and settings that the library might have, too. Which of them "
+    "bring something at equal bytes?",
+    ran="A GPT of 137 thousand parameters (2 blocks of width 64, 4 heads) read bytes of WikiText-2 in 600 steps, on "
+    "four ranks that one process plays. Measured were the error that each codec would have cumulated in uncompressed "
+    "training, and how good models became that were trained with it.",
     found=_found,
     panels=_panels,
 )

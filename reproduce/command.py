@@ -302,7 +302,7 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
         "seeds": sorted({row.seed for row in rows}),
         # What stands beside a group are scores of the other rows.
         "groups": [{key: value for key, value in asdict(group).items() if key != "beside"} for group in found],
-        "claims": [asdict(claim) for claim in claims],
+        "claims": [claim.record() for claim in claims],
         # How ranges went is long, and in the rows' own files.
         "rows": [{key: value for key, value in row.items() if key != "ranges"} for row in results],
     }
@@ -374,7 +374,8 @@ def show(
     """Print tables, what their columns mean, and what became of claims."""
     for drawn in table(found, titles, layout):
         console.print(drawn)
-    console.print(layout.legend, style="dim", highlight=False, markup=False)
+    for word, meaning in layout.legend:
+        console.print(f"{word}: {meaning}", style="dim", highlight=False, markup=False)
     say(claims, console)
 
 

@@ -427,11 +427,12 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     tables = list(sheets(results))
     for sheet in tables:
         console.print(sheet.drawn())
-    console.print(LEGEND, style="dim", highlight=False, markup=False)
+    for word, meaning in LEGEND:
+        console.print(f"{word}: {meaning}", style="dim", highlight=False, markup=False)
     say(said, console)
     written = output / "summary.json"
     data = "; ".join(about(FILES[task], options.data_dir) for task in TITLES if task in {row.task for row in rows})
-    about_rows = {"data": data, "cpus": ran_on(results, written), "claims": [asdict(claim) for claim in said]}
+    about_rows = {"data": data, "cpus": ran_on(results, written), "claims": [claim.record() for claim in said]}
     whole = record | {"paper": PAPER} | about_rows | {"rows": results}
     write_json(written, whole)
     if options.markdown is not None:

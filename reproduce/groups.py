@@ -27,7 +27,6 @@ __all__ = [
     "named",
     "needed",
     "summed",
-    "verdicts",
 ]
 
 #: The row that others are compared with.
@@ -39,8 +38,8 @@ _DIVERGED = "diverged"
 
 #: How :mod:`reproduce.pairs` finds the margin of a difference, for legends.
 MARGIN = (
-    "Student's t, paired; of one pair: by the spread of the dense rows; of two: by that of all rows of the table which "
-    "have both seeds, as if all were as noisy"
+    "Student's t over pairs; of a single seed by the spread of the uncompressed rows, of two by that of all rows of "
+    "the table"
 )
 
 
@@ -159,6 +158,10 @@ class Claim:
         figures: what was found.
         resolved: False where the rows were trained, and the noise between seeds does not let one say.
         setup: whether it is about how rows were made comparable, and not about what came of them: it is not counted.
+        topic: heading of the table in which a page tells it (:mod:`reproduce.claims`), not recorded; so are the next.
+        case: what it was tried with, such as a data set: claims that differ in this alone stand in one row.
+        said: the claim below such a heading, which need not say topic and case again; the text when empty.
+        found: the figures there; all figures when empty.
     """
 
     text: str
@@ -166,10 +169,19 @@ class Claim:
     figures: str
     resolved: bool = True
     setup: bool = False
+    topic: str = ""
+    case: str = ""
+    said: str = ""
+    found: str = ""
 
     def __post_init__(self) -> None:
         if not self.resolved and self.held is not None:
             raise ValueError(f"held={self.held} is a verdict, and resolved=False says that there is none: give one")
+
+    def record(self) -> dict[str, Any]:
+        """What a record keeps of it."""
+        kept = ("text", "held", "figures", "resolved", "setup")
+        return {name: getattr(self, name) for name in kept}
 
     def verdict(self) -> str:
         """In words: held, not held, not resolved or not tested."""
@@ -374,15 +386,6 @@ def summed(claims: Sequence[Claim]) -> str:
     parts += [f"{counts['not held']} did not"] if counts["not held"] else []
     parts += [f"{open_} {'is' if open_ == 1 else 'are'} not resolved"] if open_ else []
     return ", ".join(parts)
-
-
-def verdicts(claims: Sequence[Claim]) -> list[str]:
-    """What became of the claims, as a list; those of setting up in one of their own."""
-    own, setup = (
-        [f"- **{claim.verdict()}**: {claim.text} ({claim.figures})" for claim in claims if claim.setup is which]
-        for which in (False, True)
-    )
-    return [*own, "", "How rows were made comparable (not counted above):", "", *setup] if setup else own
 
 
 def counted(number: int, what: str) -> str:

@@ -18,54 +18,34 @@ from reproduce.local_rows import (
     GRADIENT_4,
     GRADIENT_SIGN,
     GRADIENT_TOP,
-    IN_PLACE,
     OTHER_TASK,
-    OURS,
     ROUNDS,
-    SHORT,
     SIGN_IN_PLACE,
     SIXTEENTH,
     SPARSELOCO,
     TASK,
     TOP,
-    TOP_2,
-    TOP_6,
     TWO_BIT_ROUNDS,
-    TWO_BITS,
     UPDATES,
 )
+from reproduce.local_words import CALLED
 
 __all__ = ["LOSSES", "TIMES", "rewritten"]
 
-
-def _rounds(every: int) -> Iterator[tuple[str, str]]:
-    for name, what in (
-        (DILOCO, "uncompressed, with DiLoCo's outer step"),
-        (TWO_BIT_ROUNDS, "2 bits, residuals in place, with DiLoCo's outer step"),
-        (SIXTEENTH, "largest 16th in 2 bits, residuals in place, mean of senders"),
-        (IN_PLACE, "largest 64th in 2 bits, residuals in place, mean of senders"),
-        (SPARSELOCO, "largest 64th in 2 bits, as SparseLoCo has it"),
-        (OURS, "largest 64th in 2 bits, residuals apart, length measured"),
-    ):
-        yield name.format(every), f"updates after every {every} steps, {what}"
-
-
-#: Row of ``reproduce.local`` → what the page calls it, in its order. Rows without a record are left out.
+#: Rows of ``reproduce.local`` that a reader chooses among, or learns from, in the page's order.
 LOSSES = {
-    DENSE: "gradients, uncompressed",
-    GRADIENT_4: "gradients, 4 bits",
-    "gradients, rank 4": "gradients, rank 4",
-    GRADIENT_SIGN: "gradients, signs",
-    GRADIENT_TOP: "gradients, largest 1 %",
-    UPDATES: "updates after every step, uncompressed",
-    TWO_BITS: "updates after every step, 2 bits",
-    SIGN_IN_PLACE: "updates after every step, signs, residuals in place",
-    TOP: "updates after every step, largest 1 %",
-    TOP_6: "updates after every step, largest 6 % in 2 bits, residuals in place, mean of senders",
-    TOP_2: "updates after every step, largest 2 % in 2 bits, residuals in place, mean of senders",
-    SHORT: "updates after every 3 steps, 2 bits, residuals in place, length measured",
-    **{name: called for every in ROUNDS for name, called in _rounds(every)},
-    ALONE: "nothing: each rank trains by itself",
+    name: CALLED[name]
+    for name in (
+        DENSE,
+        GRADIENT_4,
+        GRADIENT_SIGN,
+        GRADIENT_TOP,
+        UPDATES,
+        SIGN_IN_PLACE,
+        TOP,
+        *(each.format(ROUNDS[0]) for each in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH, SPARSELOCO)),
+        ALONE,
+    )
 }
 
 #: Method of ``reproduce.local_times`` → what the page calls it.

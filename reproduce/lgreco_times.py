@@ -151,7 +151,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
             run(missing, setting, note)
     found = families(whole["rows"])
     said = [] if options.quick else claims(found)
-    whole["claims"] = [asdict(claim) for claim in said]
+    whole["claims"] = [claim.record() for claim in said]
     show(console, lines(found), TITLES, said, LAYOUT)
     write_json(written, whole)
     if options.markdown is not None:

@@ -13,11 +13,12 @@ from typing import Any
 from narrowband.adapt import Times, fit_times
 from narrowband.bench.models import MODELS
 from narrowband.units import format_bytes, format_or_dash, format_seconds
+from reproduce.claims import under
 from reproduce.groups import NOTHING, Claim, claimed
 from reproduce.lgreco_times_ranks import BETAS, BYTES, DENSE, PLANS, PRIORITY, SECONDS, UNIFORM, WEIGHT_DECAY
 from reproduce.pairs import Difference, Finding, difference
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Opening, markdown, write_page
+from reproduce.report import Column, Layout, Legend, Opening, markdown, write_page
 
 __all__ = ["LAYOUT", "PAPER", "TITLES", "Family", "Line", "Timed", "claims", "families", "lines", "page"]
 
@@ -91,7 +92,11 @@ def families(rows: Sequence[Mapping[str, Any]]) -> list[Family]:
 
 def claims(found: Sequence[Family]) -> list[Claim]:
     """What the paper says, and whether it was so."""
-    return [claim for family in found for claim in _claims(family)]
+    return [
+        claim
+        for family in found
+        for claim in under("", _claims(family), cut=f"{family.reference}: ", case=f"`{family.reference}`")
+    ]
 
 
 def _claims(family: Family) -> Iterator[Claim]:
@@ -270,16 +275,45 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
 }
 
-_LEGEND = (
-    "R²: the share of the variance of exchanges' durations that bytes of buckets explain; held out: of samples that "
-    "were not fit, each foretold by all others; one price: the same where all bytes cost the same; fixed: seconds that "
-    "do not depend on bytes. Plans at the error of the reference, from the same gradients: bytes, seconds (as "
-    "measured), priority (a byte of the n-th bucket counts n times); uniform: the reference for all layers; dense: no "
-    "compression. Step and exchange (from the first bucket to the last average): of a round the median over its steps "
-    "on the slowest rank, and of these the median; − bytes: how much longer a step is than with the plan for bytes, "
-    "the mean over rounds ± half of its 95 % interval (Student's t, paired). Sent: by one rank in a step; error: the "
-    "sum over layers as a share of the reference's. MB costs: what a megabyte of the bucket adds to an exchange; "
-    "buckets in the order in which they are sent, with the bytes that one rank sends for their layers."
+_LEGEND: Legend = (
+    (
+        "R²",
+        (
+            "the share of the variance of exchanges' durations that bytes of buckets explain; held out: of samples "
+            "that were not fit, each foretold by all others; one price: the same where all bytes cost the same"
+        ),
+    ),
+    ("fixed", "seconds that do not depend on bytes"),
+    (
+        "plan",
+        (
+            "all are at the error of the reference, from the same gradients: by bytes; by seconds, as measured; by "
+            "priority, where a byte of the n-th bucket counts n times; uniform: the reference for all layers; "
+            "uncompressed: nothing is compressed"
+        ),
+    ),
+    (
+        "step, exchange",
+        (
+            "an exchange is from the first bucket to the last average; of a round the median over its steps on the "
+            "slowest rank, and of these the median"
+        ),
+    ),
+    (
+        "− bytes",
+        (
+            "how much longer a step is than with the plan for bytes, the mean over rounds ± half of its 95 % interval "
+            "(Student's t, paired)"
+        ),
+    ),
+    ("sent", "by one rank in a step; error: the sum over layers as a share of the reference's"),
+    (
+        "MB costs",
+        (
+            "what a megabyte of the bucket adds to an exchange; buckets are in the order in which they are sent, with "
+            "the bytes that one rank sends for their layers"
+        ),
+    ),
 )
 
 
@@ -307,20 +341,17 @@ LAYOUT = Layout(
 
 
 def _found(found: Sequence[Line]) -> str:
-    return "; ".join(_told(line.family) for line in found if line.table == "fits") + "."
+    return " ".join(_told(line.family) for line in found if line.table == "fits")
 
 
 def _told(family: Family) -> str:
     steps = ", ".join(
         f"{format_seconds(statistics.median(family.plans[name].step_s))} {said}"
-        for name, said in (
-            (UNIFORM, "with the reference for all layers"), (BYTES, "with the plan for bytes"),
-            (SECONDS, "with that for seconds"), (PRIORITY, "with the priority of buckets"),
-        )
-    )  # fmt: skip
+        for name, said in ((BYTES, "with the plan for bytes"), (SECONDS, "with that for seconds"))
+    )
     return (
-        f"around {family.reference} bytes explain {_r2(family.times)} of the variance of exchanges that were not fit, "
-        f"and a step takes {steps}"
+        f"Around `{family.reference}` bytes explain {_r2(family.times)} of the variance of exchanges that were not "
+        f"fit, and a step takes {steps}."
     )
 
 
@@ -351,18 +382,23 @@ def _opening(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Op
     shape = MODELS[config["model"]]
     return Opening(
         title="Seconds instead of bytes (L-GreCo)",
-        says="The bytes of DDP's buckets foretell the time of an exchange nearly perfectly, a byte costs about the "
-        "same in all of them, and so the plan for seconds is nearly the plan for bytes; to count later buckets for "
-        "more, in the order of sending, is slower.",
-        ran=f"A GPT of {rows[0]['parameters']:,} parameters ({shape.blocks} blocks of width {shape.dim}, {shape.heads} "
-        f"heads) read bytes of Python's standard library on {config['nodes']} ranks {links}, {shape.batch} windows of "
-        f"{shape.sequence} bytes per rank and step, with AdamW (rate {config['lr']:g} in every step, β₁ {BETAS[0]:g}, "
-        f"β₂ {BETAS[1]:g}, weight decay {WEIGHT_DECAY:g}, no clipping) and buckets of {config['bucket_cap_mb']:g} MB: "
-        f"{config['train_steps']} steps under the reference before anything was measured, "
-        f"{config['samples']} samples of {config['steps']} steps for the regression, and {config['rounds']} rounds of "
-        f"{config['steps']} steps in which plans took turns.",
+        says="Should L-GreCo choose by bytes or by seconds? The paper says that the bytes of DDP's buckets foretell "
+        "the time of an exchange nearly perfectly, and that a byte costs about the same in all of them. So the plan "
+        "for seconds is nearly the plan for bytes.",
+        ran=f"A GPT of {rows[0]['parameters']:,} parameters read bytes of Python's standard library on "
+        f"{config['nodes']} ranks {links}. A regression had {config['samples']} samples of {config['steps']} steps, "
+        f"and plans took turns in {config['rounds']} rounds.",
         found=_found,
         panels=_panels,
+        departs=(
+            (
+                f"The model, its training and its buckets are smaller than the paper's: {shape.blocks} blocks of width "
+                f"{shape.dim} and {shape.heads} heads. Ranks read {shape.batch} windows of {shape.sequence} bytes in "
+                f"a step, with AdamW (rate {config['lr']:g} in every step, β₁ {BETAS[0]:g}, β₂ {BETAS[1]:g}, weight "
+                f"decay {WEIGHT_DECAY:g}, no clipping) and buckets of {config['bucket_cap_mb']:g} MB, "
+                f"{config['train_steps']} steps under the reference before anything was measured."
+            ),
+        ),
         covers=(
             ("section 4 (the time objective), 5.5 and figure 11b (what bytes of buckets cost)", "here"),
             ("appendix A and figure 12 (priority of buckets)", "here"),

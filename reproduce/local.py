@@ -44,7 +44,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reproduce.command import Experiment, main
@@ -82,9 +82,10 @@ from reproduce.local_rows import (
     at_other_length,
     candidate,
 )
+from reproduce.local_words import CALLED, LEGEND, shortly
 from reproduce.pairs import Difference, Finding
 from reproduce.pictures import Panel
-from reproduce.report import COLUMNS, Column, Layout, Opening, score_panel, sent_panel
+from reproduce.report import COLUMNS, STEP, Column, Layout, Opening, score_panel, sent_panel
 
 __all__ = ["EXPERIMENT"]
 
@@ -103,6 +104,14 @@ _THAN_DDP = "times less traffic than DDP in float32"
 _CLOSE = 0.1
 
 # ---- claims ----------------------------------------------------------------------------------------------------------
+
+#: Headings of the page's tables of claims.
+_NEAR = "How near compressed updates come to uncompressed gradients"
+_SAME_BYTES = "Updates or gradients, at equal bytes"
+_WORTH = "Worth sending: less loss than where each rank trains by itself"
+_FAR = "How much rounds bear, beside DiLoCo's, which are not compressed"
+_PARTS_OF = "Parts of the method"
+_LEARNING_RATES = f"Learning rates: loss by the rates that were tried, with seed {CHOOSING[0]}"
 
 
 def _claims(found: Sequence[Group]) -> list[Claim]:
@@ -126,22 +135,29 @@ def _of_task(found: Sequence[Group], task: str) -> Iterator[Claim]:
     for own, other in ((TOP, GRADIENT_TOP), (SIGN_IN_PLACE, GRADIENT_SIGN)):
         if {own, other} <= rows:
             text = f"at equal bytes updates are better than gradients: {own} than {other}"
-            yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
+            said = f"{shortly(own)}: less loss than {shortly(other)}"
+            yield _judged(found, task, text, (own, other), _better_at_equal_bytes, _SAME_BYTES, said)
     kinds = (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH, IN_PLACE, SPARSELOCO)
     rounds = (name.format(every) for every in all_rounds for name in kinds)
     for own in (GRADIENT_TOP, TOP, *rounds):
         text = f"what is sent is worth it: {own} is better than ranks that train by themselves"
-        yield _judged(found, task, text, (own, ALONE), lambda own, alone: _loss(own, alone).better())
+        yield _judged(found, task, text, (own, ALONE), _better, _WORTH, shortly(own))
     for every in all_rounds:
         for less in _LESS_ROUNDS[every]:
             yield _far(found, task, every, less)
         own, other = IN_PLACE.format(every), OURS.format(every)
         if other in rows:
             text = f"residuals in place are better than apart: {own} than {other}"
-            yield _judged(found, task, text, (own, other), _better_at_equal_bytes)
+            said = f"rounds of {every}, largest 64th in 2 bits: residuals in place are better than apart"
+            yield _judged(found, task, text, (own, other), _better_at_equal_bytes, _PARTS_OF, said)
     if PLAIN in rows:
         text = "the measured length helps: updates are better with it than with length 1"
-        yield _judged(found, task, text, (UPDATES, PLAIN), lambda own, plain: _loss(own, plain).better())
+        said = "uncompressed updates are better with the measured length than with length 1"
+        yield _judged(found, task, text, (UPDATES, PLAIN), _better, _PARTS_OF, said)
+
+
+def _better(own: Group, other: Group) -> Finding:
+    return _loss(own, other).better()
 
 
 def _far(found: Sequence[Group], task: str, every: int, less: int) -> Claim:
@@ -150,13 +166,27 @@ def _far(found: Sequence[Group], task: str, every: int, less: int) -> Claim:
         f"{task}: every {every} steps with at least {less:,} {_THAN_DDP}: the loss of the best such row is at "
         f"most {_KEPT_ROUNDS:.1%} above that of DiLoCo, which does not compress"
     )
+    said = f"rounds of {every}, at least {less:,} times less traffic: at most {_KEPT_ROUNDS:.1%} more loss"
+    claim = Claim(text, None, "", topic=_FAR, case=_TEXTS[task], said=said)
     try:
         diloco = needed(found, task, DILOCO.format(every))
         kinds = (OURS, SPARSELOCO, IN_PLACE, SIXTEENTH, TWO_BIT_ROUNDS)
         best = _best(found, task, [name.format(every) for name in kinds], diloco, less=less)
     except LookupError as error:
-        return Claim(text, None, str(error))
-    return claimed(text, _loss(best, diloco).no_worse(_KEPT_ROUNDS), _figures([best, diloco]))
+        return replace(claim, figures=str(error), found=str(error).partition(": ")[0])
+    return _told(claim, _loss(best, diloco).no_worse(_KEPT_ROUNDS), [best, diloco])
+
+
+def _told(claim: Claim, finding: Finding, own: Sequence[Group]) -> Claim:
+    """The claim with what was found of rows, the best of which comes first and is named."""
+    judged = claimed(claim.text, finding, _figures(own))
+    found = f"{_apart(finding)}: {shortly(own[0].name)} ({_traffic(own[0])})"
+    return replace(claim, held=judged.held, figures=judged.figures, resolved=judged.resolved, found=found)
+
+
+def _apart(finding: Finding) -> str:
+    """The difference, and its seeds."""
+    return finding.figures[0].rpartition(": ")[2]
 
 
 def _best(found: Sequence[Group], task: str, names: Sequence[str], beside: Group, *, less: float) -> Group:
@@ -181,15 +211,21 @@ def _loss(own: Group, other: Group) -> Difference:
 
 
 def _judged(
-    found: Sequence[Group], task: str, text: str, names: Sequence[str], says: Callable[..., Finding | bool]
+    found: Sequence[Group],
+    task: str,
+    text: str,
+    names: Sequence[str],
+    says: Callable[[Group, Group], Finding],
+    topic: str,
+    said: str,
 ) -> Claim:
-    text = f"{task}: {text}"
+    claim = Claim(f"{task}: {text}", None, "", topic=topic, case=_TEXTS[task], said=said)
     try:
-        own = [needed(found, task, name) for name in names]
-        finding = says(*own)
+        own, other = (needed(found, task, name) for name in names)
+        finding = says(own, other)
     except LookupError as error:
-        return Claim(text, None, str(error))
-    return claimed(text, finding, _figures(own))
+        return replace(claim, figures=str(error))
+    return replace(_told(claim, finding, [own, other]), found=_apart(finding))
 
 
 def _figures(own: Sequence[Group]) -> str:
@@ -220,13 +256,15 @@ def _near(found: Sequence[Group], task: str, *, less: float, kept: float, rounds
         f"{task}: updates {when} with at least {less:g} {_THAN_DDP}: the loss of the best such row is at most "
         f"{kept:.0%} above dense"
     )
+    said = f"{when}, at least {less:g} times less traffic: at most {kept:.0%} more loss"
+    claim = Claim(text, None, "", topic=_NEAR, case=_TEXTS[task], said=said)
     try:
         dense = needed(found, task, DENSE)
         best = _best(found, task, names, dense, less=less)
         finding = _loss(best, dense).no_worse(kept)
     except LookupError as error:
-        return Claim(text, None, str(error))
-    return claimed(text, finding, _figures([best]))
+        return replace(claim, figures=str(error), found=str(error).partition(": ")[0])
+    return _told(claim, finding, [best])
 
 
 def _better_at_equal_bytes(own: Group, other: Group) -> Finding:
@@ -234,37 +272,51 @@ def _better_at_equal_bytes(own: Group, other: Group) -> Finding:
     times = own.sent_bytes_per_step / other.sent_bytes_per_step
     if abs(math.log(times)) > math.log1p(_CLOSE):
         raise LookupError(f"{own.name} sent {times:.2f} times what {other.name} did")
-    return _loss(own, other).better()
+    return _better(own, other)
 
 
 def _chosen(found: Sequence[Group], task: str, kind: str) -> Claim:
     """Whether the learning rate of a kind is the best of those that were tried."""
     base, own = BASES[kind], RATE[task][kind]
     text = f"{task}: the learning rate of {kind}, {own:g}, is the best for {base.name} of those that were tried"
+    claim = Claim(text, None, "", setup=True, topic=_LEARNING_RATES, case=_TEXTS[task], said=kind)
     try:
         tried = {rate: needed(found, task, candidate(base.name, rate)) for rate in RATES[task][kind]}
     except LookupError as error:
-        return Claim(text, None, str(error))
+        return replace(claim, figures=str(error))
     losses = {rate: math.inf if group.mean is None else math.log(group.mean) for rate, group in tried.items()}
-    said = "; ".join(
-        f"{rate:g}: {loss:.4f}" if loss < math.inf else f"{rate:g}: diverged" for rate, loss in losses.items()
-    )
+    said = {
+        rate: f"{rate:g}: {loss:.4f}" if loss < math.inf else f"{rate:g}: diverged" for rate, loss in losses.items()
+    }
     best = min(losses, key=losses.__getitem__)
-    return claimed(text, math.isclose(best, own), f"seed {CHOOSING[0]}, loss in nats per byte: {said}")
+    return replace(
+        claim,
+        held=math.isclose(best, own),
+        figures=f"seed {CHOOSING[0]}, loss in nats per byte: {'; '.join(said.values())}",
+        found=", ".join(f"**{told}**" if math.isclose(rate, own) else told for rate, told in said.items())
+        + "; in bold: the rate that was taken, and is to be the best",
+    )
 
 
 # ---- tables and pictures ---------------------------------------------------------------------------------------------
 
 _PARTS = {
-    "gradients": "gradients are averaged, or nothing is",
-    "updates": "updates are averaged after every step",
-    "rounds": "updates are averaged after every 3, 15 or 30 steps",
+    "sent": "what ranks send",
     "length": "trained for another number of epochs",
-    "optimizers": "other optimizers",
-    "sharded": "two replicas of two ranks each, by FSDP2",
-    "rates": "how learning rates were chosen, by a seed of its own",
+    "others": "other optimizers, and two replicas of two ranks each, by FSDP2",
 }
 _TITLES = {TASK: "tiny shakespeare as bytes, GPT", OTHER_TASK: "WikiText-2 as bytes, GPT"}
+_TEXTS = {TASK: "tiny shakespeare", OTHER_TASK: "WikiText-2"}
+
+#: Rows stand in this order, and within a kind in that in which they are named.
+_KINDS = (DENSE, "gradients", "updates", *(f"every {every}," for every in (3, *ROUNDS)), ALONE)
+_ORDER = [*CALLED, *(recipe.row.name for recipe in RECIPES)]
+
+
+def _place(group: Group) -> tuple[int, int]:
+    """Of a row in its table."""
+    kinds = (at for at, kind in enumerate(_KINDS) if group.name.startswith(kind))
+    return next(kinds, len(_KINDS)), _ORDER.index(group.name)
 
 
 def _title(task: str, part: str) -> str:
@@ -275,16 +327,13 @@ def _title(task: str, part: str) -> str:
 
 
 def _part(group: Group) -> str:
-    """Which table a row is in."""
+    """Which table a row is in; those that a learning rate was chosen by are in none."""
     name = group.name
     if ", rate " in name:
-        return "rates"
-    if name == SHARDED:
-        return "sharded"
-    if name.endswith(tuple(f", {length}" for length, _ in OTHER_LENGTH.values())):
-        return "length"
-    starts = {"updates": "updates", "every": "rounds", "Muon": "optimizers", "SGD": "optimizers"}
-    return next((part for start, part in starts.items() if name.startswith(start)), "gradients")
+        return ""
+    if name == SHARDED or name.startswith(("Muon", "SGD")):
+        return "others"
+    return "length" if name.endswith(tuple(f", {length}" for length, _ in OTHER_LENGTH.values())) else "sent"
 
 
 @dataclass(frozen=True)
@@ -299,37 +348,56 @@ class _Line(Group):
 
 
 def _line(found: Sequence[Group], group: Group) -> _Line:
-    part = _part(group)
-    base = f"{group.name.partition(',')[0]}, {DENSE}" if part == "optimizers" else DENSE
+    part, name = _part(group), group.name
+    base = f"{name.partition(',')[0]}, {DENSE}" if name.startswith(("Muon", "SGD")) else DENSE
     if part == "length" and named(found, group.task, at_other_length(group.task, DENSE)):
         base = at_other_length(group.task, DENSE)
     dense = named(found, group.task, base)
-    comparable = part != "rates" and dense is not None and group.name != base and {*group.seeds} & {*dense.seeds}
+    comparable = dense is not None and name != base and {*group.seeds} & {*dense.seeds}
     return _Line(**vars(group), loss=_loss(group, dense).figure() if comparable and dense is not None else NOTHING)
 
 
 def _tables(found: Sequence[Group]) -> Iterator[tuple[str, list[_Line]]]:
     for task in dict.fromkeys(group.task for group in found):
-        rows = [group for group in found if group.task == task]
+        rows = sorted((group for group in found if group.task == task), key=_place)
         for part in _PARTS:
             own = [group for group in rows if _part(group) == part]
-            has_dense = any(group.name == at_other_length(task, DENSE) for group in own)
-            with_dense = part in ("updates", "rounds", "length", "sharded") and not has_dense
-            beside = [group for group in rows if group.name in (DENSE, ALONE) and with_dense]
+            has_dense = any(group.name in (DENSE, at_other_length(task, DENSE)) for group in own)
+            others = (DENSE,) if part == "others" else (DENSE, ALONE)
+            beside = [group for group in rows if group.name in others and not has_dense]
             if own:
                 yield f"{task}, {part}", [_line(found, group) for group in (*beside, *own)]
 
 
 _LEGEND = (
-    "Score: mean ± standard deviation over the row's seeds; without ± it is one seed's; its logarithm is the loss. "
-    "Loss: how far a row's loss is above that of the row that averages gradients in every step without compression, "
-    "with the same optimizer, in per cent, paired by seed, ± half of its 95 % interval "
-    f"({MARGIN}; without ±: of unknown noise). Sent: by one rank in the last epoch, per optimizer "
-    "step, whether or not there is a round in it. Less traffic: how many times less that is than DDP sends in float32, "
-    "by a ring all-reduce in every step (2(N − 1)/N · 4 bytes per element among N ranks); claims mean this column. "
-    "Payload: how many times smaller the payloads of one rank are than its dense gradients of the same steps, norms "
-    "and biases included; where payloads are gathered by N ranks, each is sent N − 1 times, so traffic has 2/N of this "
-    "ratio. Step: the median of the last epoch on rank 0, however busy the machine was."
+    *LEGEND,
+    (
+        "score",
+        "held-out perplexity, mean ± standard deviation over seeds; without ±, of one seed. The loss is its logarithm",
+    ),
+    (
+        "loss",
+        (
+            "how far it is above that of uncompressed gradients with the same optimizer, seed by seed: the mean, ± "
+            f"half of its 95 % interval ({MARGIN}); without ±, the noise is unknown"
+        ),
+    ),
+    ("sent", "by one rank in the last epoch, per step, whether or not a round is in it"),
+    (
+        "less traffic",
+        (
+            "how many times less that is than DDP sends in float32 by a ring all-reduce in every step: 2(N − 1)/N · 4 "
+            "bytes per element among N ranks. Claims mean this"
+        ),
+    ),
+    (
+        "payload",
+        (
+            "how many times smaller one rank's payloads are than its gradients of the same steps. A payload that is "
+            "gathered is sent N − 1 times, so that traffic then has 2/N of this ratio"
+        ),
+    ),
+    STEP,
 )
 
 
@@ -366,11 +434,11 @@ _LABELS = {
     ALONE: ("nothing is sent", False),
     SIGN_IN_PLACE: ("updates, signs", True),
     TOP: ("updates, top 1 %", True),
-    DILOCO.format(ROUNDS[0]): (f"DiLoCo, every {ROUNDS[0]} steps", False),
-    SPARSELOCO.format(ROUNDS[0]): (f"SparseLoCo, every {ROUNDS[0]} steps", False),
-    TWO_BIT_ROUNDS.format(ROUNDS[0]): (f"every {ROUNDS[0]}, 2 bits, in place", True),
-    SIXTEENTH.format(ROUNDS[0]): (f"every {ROUNDS[0]}, 1/16, in place", True),
-    IN_PLACE.format(ROUNDS[0]): (f"every {ROUNDS[0]}, 1/64, in place", True),
+    DILOCO.format(ROUNDS[0]): ("DiLoCo", False),
+    SPARSELOCO.format(ROUNDS[0]): ("SparseLoCo", False),
+    TWO_BIT_ROUNDS.format(ROUNDS[0]): (f"{ROUNDS[0]} steps, 2 bits", True),
+    SIXTEENTH.format(ROUNDS[0]): (f"{ROUNDS[0]} steps, 1/16", True),
+    IN_PLACE.format(ROUNDS[0]): (f"{ROUNDS[0]} steps, 1/64", True),
 }
 
 
@@ -378,22 +446,19 @@ def _found(found: Sequence[Group]) -> str:
     every = ROUNDS[0]
     dense, top, gradients = (needed(found, TASK, name) for name in (DENSE, TOP, GRADIENT_TOP))
     said = (
-        f"with the top 1 % the loss differs from that without compression by {_loss(top, dense).figure()} where "
-        f"updates are sent ({_traffic(top)}) and by {_loss(gradients, dense).figure()} where gradients are"
+        f"On tiny shakespeare the largest 1 % of gradients cost {_loss(gradients, dense).figure()} of the uncompressed "
+        f"loss, and the largest 1 % of updates {_loss(top, dense).figure()}."
     )
     rounds = []
     for name, called in (
-        (DILOCO, "DiLoCo"),
-        (SPARSELOCO, "SparseLoCo"),
-        (OURS, "a 64th in 2 bits and this library's measured length"),
-        (IN_PLACE, "a 64th with residuals in place and the mean over senders"),
-        (SIXTEENTH, "a 16th like that"),
-        (TWO_BIT_ROUNDS, "all elements in 2 bits, residuals in place and DiLoCo's outer step"),
+        (TWO_BIT_ROUNDS, "in 2 bits"),
+        (DILOCO, "uncompressed, as in DiLoCo"),
+        (SPARSELOCO, "as in SparseLoCo"),
     ):
         own = named(found, TASK, name.format(every))
         if own is not None:
-            rounds.append(f"by {_loss(own, dense).figure()} with {called} ({_traffic(own)})")
-    return f"{said}, and with a round after every {every} steps {', '.join(rounds)}." if rounds else f"{said}."
+            rounds.append(f"{_loss(own, dense).figure()} {called} ({_traffic(own)})")
+    return f"{said} Rounds of {every} steps cost {'; '.join(rounds)}." if rounds else said
 
 
 def _panels(found: Sequence[Group]) -> list[Panel]:
@@ -411,12 +476,11 @@ EXPERIMENT = Experiment(
     claims=_claims,
     opening=Opening(
         title="Updates or gradients?",
-        says="Workers that take hundreds of AdamW steps by themselves, and then average what these changed with an "
-        "outer momentum, train language models as well as workers that average every gradient, and communicate 500 "
-        "times less (DiLoCo); of these updates 1 to 3 % in 2 bits are enough, and with error feedback in the place of "
-        "the outer momentum the loss is even lower than DiLoCo's (SparseLoCo).",
-        ran="A small GPT learned bytes of tiny shakespeare with AdamW on four real ranks, which sent gradients, "
-        "updates after every step, or updates after rounds of many steps; tables have the rows that were run so far.",
+        says="Where little can be sent, should ranks send gradients, or what their optimizers changed? DiLoCo's "
+        "authors found that ranks which average such updates after hundreds of steps learn as well as with every "
+        "gradient, and send 500 times less. SparseLoCo's found that 1 to 3 % of these updates, in 2 bits, are enough.",
+        ran="A small GPT learned bytes of tiny shakespeare, and then of WikiText-2, with AdamW on four ranks. Rows "
+        "differ in what ranks sent: gradients, updates after every step, updates after many steps, or nothing.",
         found=_found,
         panels=_panels,
     ),

@@ -47,11 +47,12 @@ from pathlib import Path
 from typing import Any
 
 from narrowband.units import format_bytes
+from reproduce.claims import under
 from reproduce.command import Experiment, Recipe, main
-from reproduce.groups import DENSE, MARGIN, NOTHING, Claim, Group, as_good_as, compared, judged, named, needed
+from reproduce.groups import DENSE, NOTHING, Claim, Group, as_good_as, compared, judged, named, needed
 from reproduce.pairs import Finding, every
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Opening, score_panel
+from reproduce.report import LESS, SCORE, Column, Layout, Legend, Opening, score_panel
 from reproduce.row import Row
 
 __all__ = ["EXPERIMENT", "TIMED"]
@@ -167,13 +168,13 @@ _SAID = {said.row.name: said for said in (_DENSE, _MESA, *(said for rows in _TAB
 #: Rows whose policies differ in the time that a step takes: decays do not. The plain one is first.
 TIMED = tuple(said.row for said in _SAID.values() if said not in _TABLES["table 6"])
 
-_LEGEND = (
-    "Score: mean ± standard deviation over seeds; without ± it is one seed's. − dense: the mean difference from the "
-    "dense row of the same seed, ± half of its 95 % interval "
-    f"({MARGIN}). Error: how far the gradient of a batch is from the exact one after training, as a share of its norm. "
-    "Kept: of a step's activations, for backward; share: of what is kept plain in the same arithmetic. Paper: accuracy "
-    "of DeiT-Ti on ImageNet, and memory in percent of its baseline's. Steps of all policies are timed by "
-    "python -m reproduce.mesa_memory."
+_LEGEND: Legend = (
+    SCORE,
+    LESS,
+    ("error", "how far the gradient of a batch is from the exact one after training, as a share of its norm"),
+    ("kept", "of a step's activations, for backward; share: of what is kept plain in the same arithmetic"),
+    ("paper", "accuracy of DeiT-Ti on ImageNet, and memory in percent of its baseline's"),
+    ("step", "steps of all policies are timed on [a page of their own](mesa_memory.md)"),
 )
 
 
@@ -183,7 +184,7 @@ _LEGEND = (
 def _claims(found: Sequence[Group]) -> list[Claim]:
     claim: Callable[..., Claim] = functools.partial(_judged, found)
     operators = tuple(said.row.name for said in _OPERATORS)
-    return [
+    all_of_them = [
         as_good_as(
             found, "vit", "mesa", f"8 bits: accuracy is within {_KEPT:g} points of dense", within=_KEPT, relative=False
         ),
@@ -277,6 +278,18 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
             ),
         ),
     ]
+    return [claim for said in all_of_them for claim in under(_topic(said), [said], cut=_BEYOND)]
+
+
+_BEYOND = "beyond the paper: "
+
+
+def _topic(claim: Claim) -> str:
+    """Heading of the page's table in which it stands."""
+    if claim.text.startswith(_BEYOND):
+        return "Beyond the paper"
+    whole = claim.text.startswith(("8 bits", "table 1"))
+    return "8 bits, beside training with nothing compressed" if whole else "Parts of the method"
 
 
 def _judged(found: Sequence[Group], text: str, names: Sequence[str], verdict: Callable[..., Finding | bool]) -> Claim:
@@ -409,11 +422,11 @@ def _found(found: Sequence[Group]) -> str:
     dense, mesa = (needed(found, "vit", name) for name in (DENSE, "mesa"))
     few = [(bits, named(found, "vit", f"{bits} bits")) for bits in (4, 2)]
     fewer = "".join(
-        f"; {bits} bits keep {_share(group):.0%} and come to {group.score()} %" for bits, group in few if group
+        f" {bits} bits keep {_share(group):.0%} and come to {group.score()} %." for bits, group in few if group
     )
     return (
-        f"in 8 bits backward keeps {_share(mesa):.0%} of the bytes (the plain model is in float32), and accuracy is "
-        f"{mesa.score()} % where it is {dense.score()} % without, seed by seed {mesa.versus_dense()} points{fewer}."
+        f"In 8 bits backward keeps {_share(mesa):.0%} of the bytes that it keeps in float32. Accuracy is "
+        f"{mesa.score()} %, and {dense.score()} % without: seed by seed {mesa.versus_dense()} points.{fewer}"
     )
 
 
@@ -454,8 +467,8 @@ def _few_bits(found: Sequence[Group]) -> str:
 
 def _ran(found: Sequence[Group]) -> str:
     return (
-        f"A small vision transformer learned on CIFAR-10, plain and with activations kept in {_few_bits(found)} bits, "
-        "in float32 and under bf16 autocast, and with one part of the method changed at a time."
+        f"A small vision transformer learned CIFAR-10, plain and with activations kept in {_few_bits(found)} bits, "
+        "in float32 and under bf16 autocast. In other rows one part of the method is changed at a time."
     )
 
 
@@ -527,8 +540,8 @@ EXPERIMENT = Experiment(
     claims=_claims,
     opening=Opening(
         title="Activation memory in 8 bits (Mesa)",
-        says="A vision transformer whose forward pass is exact, and which keeps 8 bits of it for backward, learns as "
-        "well or better in half of the memory.",
+        says="Does a vision transformer learn as well if what it keeps for backward is kept in 8 bits, while the "
+        "forward pass stays exact? The paper says that it does as well or better, in half of the memory.",
         ran=_ran,
         found=_found,
         panels=_panels,

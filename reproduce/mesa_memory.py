@@ -51,12 +51,13 @@ from narrowband.errors import UnsupportedError
 from narrowband.report.record import provenance, read_json, versions, write_json
 from narrowband.units import NOTHING, format_bytes
 from reproduce.activations import read_policy
+from reproduce.claims import under
 from reproduce.command import command_line, progress, show
 from reproduce.groups import Claim, claimed
 from reproduce.mesa import TIMED
 from reproduce.pairs import Finding, difference
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Opening, markdown, write_page
+from reproduce.report import Column, Layout, Legend, Opening, markdown, write_page
 from reproduce.tasks import VIT
 
 if TYPE_CHECKING:
@@ -389,7 +390,8 @@ def measure(
 
 def claims(found: Found) -> list[Claim]:
     """What the paper says, and whether it was so."""
-    return [*_of_memory(found), *_of_time({step.name: step for step in found.steps})]
+    steps = {step.name: step for step in found.steps}
+    return [*under("Memory", _of_memory(found)), *under("Time of a step", _of_time(steps))]
 
 
 def _of_memory(found: Found) -> Iterator[Claim]:
@@ -439,15 +441,26 @@ def _faster(text: str, steps: Mapping[str, Step], one: str, other: str | None) -
 
 # ---- tables and page -------------------------------------------------------------------------------------------------
 
-_LEGEND = (
-    "Largest that fits: each size was tried, by three training steps with AdamW in a process of its own, and what "
-    "counts is all of its memory; the next larger one does not fit. Images are random numbers: memory and time do "
-    "not depend on them. Plain under bfloat16 autocast, with 8 bits as in "
-    "the paper, and with 8 bits and results of GELU and normalization computed again (derived, narrowband's default); "
-    "then plain in float32, and with 8 bits. /bf16: 8 bits under bf16 over plain bf16; /base: the same over the size "
-    "that the model has otherwise; paper: that of DeiT-B. Step: the "
-    "median over rounds of a row's step over the plain float32 step right before it, in one process; quartiles of the "
-    "same. Kept: of a step's activations, as a share of what is kept plain in the same arithmetic."
+_LEGEND: Legend = (
+    (
+        "largest that fits",
+        (
+            "each size was tried, by three training steps with AdamW in a process of its own, and what counts is all "
+            "of its memory; the next larger one does not fit. Images are random numbers: memory and time do not depend "
+            "on them"
+        ),
+    ),
+    (
+        "bf16, 8 bits, derived",
+        (
+            "plain under bfloat16 autocast; with 8 bits as in the paper; and with 8 bits and results of GELU and "
+            "normalization computed again, narrowband's default. Then plain in float32, and with 8 bits"
+        ),
+    ),
+    ("/bf16", "8 bits under bf16 over plain bf16; /base: the same over the size that the model has otherwise"),
+    ("paper", "that of DeiT-B"),
+    ("step", "the median over rounds of a row's step over the plain float32 step right before it, in one process"),
+    ("kept", "of a step's activations, as a share of what is kept plain in the same arithmetic"),
 )
 
 
@@ -502,8 +515,8 @@ def _conclusion(found: Found) -> str:
     )
     step = next(step for step in found.steps if step.name == "mesa")
     return (
-        f"within one budget of {format_bytes(found.budget)}, plain training under bf16 and training with 8 bits go up "
-        f"to {grown}; a step in 8 bits takes {step.ratio:.2f} times as long as a plain one in float32."
+        f"Within {format_bytes(found.budget)}, plain training under bf16 and training with 8 bits go up to {grown}. A "
+        f"step in 8 bits takes {step.ratio:.2f} times as long as a plain one in float32."
     )
 
 
@@ -520,12 +533,11 @@ def _panels(found: Found) -> list[Panel]:
 
 _OPENING = Opening(
     title="Larger models in the same memory (Mesa)",
-    says="The memory that 8 bits save can be spent: within the same 32 GB a model may be 3.3 times as deep as DeiT-B, "
-    "2.2 times as wide, or see images of 1.5 times the resolution, and twice the batch takes less memory than before, "
-    "at steps that take up to twice as long.",
+    says="How much larger may a model be where 8 bits save memory? Within the same 32 GB, the paper says, 3.3 times as "
+    "deep as DeiT-B or 2.2 times as wide, or with images of 1.5 times the resolution, at steps that take up to twice "
+    "as long.",
     ran="The largest depth, width, resolution and batch of a small vision transformer within one budget were searched "
-    "for by training each size in a process of its own, plain and with 8 bits, and steps of every policy were timed "
-    "right after plain steps, in one process.",
+    "for, plain and with 8 bits. Steps of every policy were timed right after plain steps, in one process.",
     found=lambda _: "",
     panels=lambda _: (),
     covers=(
@@ -632,7 +644,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     whole = record | {
         "config": {"rounds": options.rounds, "seed": options.seed, "batch": batch},
         "found": asdict(found),
-        "claims": [asdict(claim) for claim in said],
+        "claims": [claim.record() for claim in said],
     }
     show(console, found.lines, _TITLES, said, _layout(whole))
     written = directory / "summary.json"

@@ -38,11 +38,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from reproduce.claims import plain, under
 from reproduce.command import Experiment, Recipe, main
 from reproduce.groups import DENSE, MARGIN, Claim, Group, compared, judged, needed
 from reproduce.pairs import Difference, Finding, difference, every
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Opening, score_panel
+from reproduce.report import Column, Layout, Legend, Opening, score_panel
 from reproduce.row import Row
 
 __all__ = ["EXPERIMENT"]
@@ -226,13 +227,25 @@ def _recipes() -> Iterator[Recipe]:
             yield Recipe(row, turn=int(long), long=long, seeds=seeds)
 
 
-_LEGEND = (
-    "Off: the score of a model that is evaluated without compression; on: with it, as it was trained; ± standard "
-    "deviation over the row's seeds; without ± it is one seed's. − dense: the mean difference of on from the dense row "
-    "of the same seed, ± half of its 95 % interval "
-    f"({MARGIN}). Paper: off/on, and in table 5 the perplexity per word, of other models trained for longer. "
-    "Fw, bw: how many times fewer bytes cross a boundary forward and backward in the last epoch, the least and the "
-    "most of the three."
+_LEGEND: Legend = (
+    ("off", "the score of a model that is evaluated without compression"),
+    ("on", "with it, as it was trained; mean ± standard deviation over seeds; without ±, of one seed"),
+    ("− dense", f"how far that is from the uncompressed row, seed by seed, ± half of its 95 % interval ({MARGIN})"),
+    ("paper", "off/on, and in table 5 the perplexity per word, of other models trained for longer"),
+    (
+        "fw, bw",
+        (
+            "how many times fewer bytes cross a boundary forward and backward in the last epoch, the least and the "
+            "most of the three; in a row's name, bits forward and backward"
+        ),
+    ),
+    (
+        "EF, EF21, AQ-SGD",
+        (
+            "error feedback; changes against what receivers hold; the change of each sample since the epoch before. "
+            "Warm-up: first epochs are uncompressed"
+        ),
+    ),
 )
 
 
@@ -252,7 +265,31 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
     lengths = {group.epochs for group in found if group.task == "cifar"}
     long = _of_images_near_convergence(found) if _LONG.epochs in lengths else []
     short = min(lengths, default=_CIFAR.epochs)
-    return [*long, *([] if short == _LONG.epochs else _of_images(found, short)), *_of_language(found)]
+    shorter = [] if short == _LONG.epochs else _of_images(found, short)
+    language = _of_language(found)
+    return [
+        *_images(f"Images, near convergence ({_LONG.epochs} epochs)", long, _LONG.epochs),
+        *_images(f"Images, after {short} epochs", shorter, short),
+        *under(
+            "Language: fine-tuning",
+            (claim for claim in language if claim.text.startswith(_FINE_TUNING)),
+            cut=f"{_FINE_TUNING}: ",
+        ),
+        *under(
+            "Language: compressed from the start",
+            (claim for claim in language if not claim.text.startswith(_FINE_TUNING)),
+            cut="a language model, ",
+        ),
+    ]
+
+
+_FINE_TUNING = "fine-tuning"
+
+
+def _images(topic: str, claims: Sequence[Claim], epochs: int) -> list[Claim]:
+    """Epochs are in the heading."""
+    after = f", after {epochs} epochs"
+    return under(topic, [replace(claim, said=claim.text.removesuffix(after)) for claim in claims])
 
 
 def _of_images_near_convergence(found: Sequence[Group]) -> list[Claim]:
@@ -491,7 +528,7 @@ def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
                 [step / of_epoch for step, _ in row["curve"]],
                 [math.nan if loss is None else loss for _, loss in row["curve"]],
                 color=colours[name],
-                label=None if name in labelled else name,
+                label=None if name in labelled else plain(name),
             )
             labelled.add(name)
         axes.set(title=_TITLES[key], xlabel="epoch", ylabel="training loss")
@@ -546,46 +583,31 @@ def _near_convergence(found: Sequence[Group]) -> str:
     dense = next((group for group in own if group.name == DENSE), None)
     if dense is None:
         return ""
-    told = ", ".join(
-        f"{compared(group, dense).figure()} with {_IN_WORDS.get(group.name, group.name)}"
-        for group in own
-        if group is not dense
+    told = "; ".join(
+        f"{compared(group, dense).figure()} with {_IN_WORDS[group.name]}" for group in own if group.name in _IN_WORDS
     )
-    return (
-        f"near convergence ({_LONG.epochs} epochs, the paper's schedule) accuracy without compression is "
-        f"{dense.score()} %, and seed by seed it differs from that by {told}; "
-        if told
-        else ""
-    )
+    said = f"Near convergence accuracy is {dense.score()} % uncompressed, and differs from that by {told}. "
+    return said if told else ""
 
 
 #: Rows, where a sentence names them.
 _IN_WORDS = {
     "fw4-bw8": "4 bits forward and 8 back",
     "top 10%": "a tenth of the elements",
-    "top 5%": "a twentieth",
     "EF + top 10%, warm-up": "a tenth and error feedback",
-    "EF on gradients + top 10%, warm-up": "a tenth and error feedback on gradients alone",
-    "EF21 + top 10%": "a tenth and EF21",
-    "AQ-SGD + top 30%": "three tenths by AQ-SGD",
 }
 
 
-def _beside(group: Group, dense: Group) -> str:
-    """A score, and how far it is from that of the dense row of the same seeds."""
-    unit = " %" if group.task == "cifar" else ""
-    return f"{group.score()}{unit}, {compared(group, dense).figure()} from dense"
-
-
 def _found(found: Sequence[Group]) -> str:
-    dense, eight, mixed, four, *_ = (group for _, group, _ in _shown(found, "gpt"))
-    images, few, grouped, *_, top, _ = (group for _, group, _ in _shown(found, "cifar"))
+    dense, eight, _, four, *_ = (group for _, group, _ in _shown(found, "gpt"))
+    images, few, *_ = (group for _, group, _ in _shown(found, "cifar"))
+    near = _near_convergence(found) or (
+        f"After {images.epochs} epochs accuracy is {images.score()} % uncompressed, and differs from that by "
+        f"{compared(few, images).figure()} with 4 bits forward and 8 back. "
+    )
     return (
-        f"{_near_convergence(found)}after {images.epochs} epochs, seed by seed, images are with 4 bits per group of "
-        f"128 at {_beside(grouped, images)}, with 4 bits forward and 8 back at {_beside(few, images)}, and with a "
-        f"tenth of the elements at {_beside(top, images)}; a language model's perplexity is with 8 bits both ways "
-        f"{_beside(eight, dense)}, with gradients in 4 bits {_beside(mixed, dense)}, and with activations in 4 bits "
-        f"too {_beside(four, dense)}."
+        f"{near}A language model's perplexity is {dense.score()} uncompressed, {eight.score()} with 8 bits both ways "
+        f"({compared(eight, dense).figure()}), and {four.score()} with 4 ({compared(four, dense).figure()})."
     )
 
 
@@ -699,11 +721,11 @@ EXPERIMENT = Experiment(
     claims=_claims,
     opening=Opening(
         title="Activations between stages",
-        says="What crosses the boundaries of a model that is cut into stages may be compressed: gradients bear less "
-        "than activations; a tenth of the elements is enough, and less is not; error feedback is no better than plain "
-        "top-k, but makes models that do not need compression when they are evaluated.",
-        ran="A ResNet-8 on CIFAR-10 and a small GPT on bytes of WikiText-2 in four stages in one process, as the paper "
-        "has it, with quantization, top-k, error feedback and AQ-SGD at all three boundaries.",
+        says="How much may be lost of what crosses the boundaries of a model that is cut into stages? The paper says "
+        "that gradients bear less than activations, and that a tenth of the elements is enough. Error feedback is no "
+        "better than plain top-k there, but makes models that do not need compression when they are evaluated.",
+        ran="A ResNet-8 on CIFAR-10 and a small GPT on bytes of WikiText-2 were cut into four stages in one process, "
+        "as in the paper. All three boundaries had quantization, top-k, error feedback or AQ-SGD.",
         found=_found,
         panels=_panels,
         covers=_covers,

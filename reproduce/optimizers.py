@@ -45,7 +45,7 @@ from reproduce.html import write_beside
 from reproduce.optimizers_ranks import ADAMW_LR, MIN_NUMEL, Optimizer, Row
 from reproduce.pairs import student
 from reproduce.pictures import Bar, Panel, embedded, write
-from reproduce.report import Column, Layout, pictures_of, ran_on, source, table
+from reproduce.report import Column, Layout, Legend, pictures_of, ran_on, source, table
 from reproduce.row import key
 
 if TYPE_CHECKING:
@@ -395,18 +395,18 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def conclusion(found: Sequence[Line]) -> tuple[str, str, str]:
-    """What was asked, what was run, what held: a sentence each."""
+    """What was asked, what was run, what came out."""
     compressed = [line for line in found if line.compressed]
     optimizers = list(dict.fromkeys(line.optimizer for line in found))
     first, seeds = found[0], sorted({seed for line in found for seed in line.seeds})
     asked = (
-        f"Which codecs train as well as no compression with {_listed([NAMES[each] for each in optimizers])}, and which "
-        "number of the statistics warns when one does not?"
+        f"With {_listed([NAMES[each] for each in optimizers])}, which codecs train as well as no compression? And "
+        "which number of the statistics warns when one does not?"
     )
     ran = (
         f"A small GPT learned bytes of tiny shakespeare on {first.nodes} ranks, for {first.steps} steps, with "
-        f"{_seeds(seeds)}: every optimizer at the learning rate that is best for it without compression, and every "
-        "codec at the same."
+        f"{_seeds(seeds)}. Every optimizer had the learning rate that is best for it uncompressed, and every codec the "
+        "same."
     )
     if not compressed:
         return asked, ran, "Nothing was compressed."
@@ -425,9 +425,9 @@ def conclusion(found: Sequence[Line]) -> tuple[str, str, str]:
         if margins and min(margins) > _CLOSE:
             rough.append(f"with {NAMES[optimizer]} gaps below {min(margins):.1f} % are not resolved")
     held = (
-        f"The mean gap to the loss without compression was at most {_CLOSE:g} % for "
-        f"{_listed(parts) if parts else 'no codec'}; "
-        + "".join(f"{said}; " for said in rough)
+        f"The mean loss was at most {_CLOSE:g} % above the uncompressed one for "
+        f"{_listed(parts) if parts else 'no codec'}. "
+        + "".join(f"{said[0].upper()}{said[1:]}. " for said in rough)
         + f"{_code(_short(worst.spec))} with {NAMES[worst.optimizer]} {lost}, more than any other."
     )
     return asked, ran, held
@@ -535,14 +535,30 @@ _COLUMNS: tuple[Column, ...] = (
     ("error", lambda line: _figure(".2g", line.relative_error)),
 )
 
-_LEGEND = (
-    "Loss: held out, nats per byte, after the last step; the mean over seeds. Gap: how far the loss is above that "
-    "without compression of the same seed; the mean over seeds. Margin: half of the 95 % interval of that mean "
-    "(Student's t), from the spread over seeds of the codec's gaps, or of the median codec's where that is larger; a "
-    "gap within the margin is not resolved. Ratio: how many times less a rank sends than a dense ring all-reduce "
-    "does, over all of training. Payloads that all ranks gather (top-k, sign, dgc) have this ratio with two ranks, "
-    "and 2/N of it with N. Error: `handle.stats().total.relative_error` at the end of training: ‖p − C(p)‖²/‖p‖² for "
-    "a gradient p and what arrives of it, C(p). With error feedback p includes the residual."
+_LEGEND: Legend = (
+    ("loss", "held out, nats per byte, after the last step; the mean over seeds"),
+    ("gap", "how far the loss is above that of the uncompressed row of the same seed; the mean over seeds"),
+    (
+        "margin",
+        (
+            "half of the 95 % interval of that mean (Student's t), from the spread over seeds of the codec's gaps, or "
+            "of the median codec's where that is larger; a gap within the margin is not resolved"
+        ),
+    ),
+    (
+        "ratio",
+        (
+            "how many times less a rank sends than an uncompressed ring all-reduce does, over all of training. "
+            "Payloads that all ranks gather (top-k, sign, dgc) have this ratio with two ranks, and 2/N of it with N"
+        ),
+    ),
+    (
+        "error",
+        (
+            "`handle.stats().total.relative_error` at the end of training: ‖p − C(p)‖²/‖p‖² for a gradient p and what "
+            "arrives of it, C(p). With error feedback p includes the residual"
+        ),
+    ),
 )
 
 
@@ -586,13 +602,13 @@ def page(record: Mapping[str, Any], path: Path) -> None:
     gaps, errors = ([f"![{alt}](pictures/{path.stem}/{name})", ""] if there[name] else [] for name, alt in _ALT.items())
     asked, ran, held = conclusion(found)
     out = ["# Optimizers and codecs", "", f"**What was asked.** {asked}", "", f"**What was run.** {ran}", ""]
-    out += [f"**What held.** {held}", "", *opening, "## What to take", "", _ADVICE, ""]
+    out += [f"**What came out.** {held}", "", *opening, "## What to take", "", _ADVICE, ""]
     out += [f"| optimizer | gap of at most {_CLOSE:g} % | gap of at most {_NEAR:g} % | lost most |"]
     out += ["| --- | --- | --- | --- |"]
     for optimizer, _ in _LAYOUT.tables(found):
         out.append(f"| {' | '.join((NAMES[optimizer], *map(_said, recommended(found, optimizer))))} |")
     out += ["", "## Which number warns", "", *(f"{said}\n" for said in warning(found)), *errors]
-    out += ["## All codecs", "", *gaps, _LEGEND, ""]
+    out += ["## All codecs", "", *gaps, *(f"- **{word}**: {meaning}" for word, meaning in _LEGEND), ""]
     for optimizer, own in _LAYOUT.tables(found):
         out += [f"### {NAMES[optimizer]}", "", f"{_caption(ABOUT[optimizer], own)}.", ""]
         out += [f"| {' | '.join(heading for heading, _ in _COLUMNS)} |"]
@@ -604,7 +620,7 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         out += ["", *notes, ""] if notes else [""]
         out += [f"{_code(line.spec)}: {_AS_IT_IS}\n" for line in own if line.verdict() == "not compressed"]
     out += ["## How it was done", "", *(f"- {said}" for said in _how(record["tuning"])), ""]
-    out += [source(dict(record), record["commits"])]
+    out += ["## Source", "", source(dict(record), record["commits"])]
     write_text(path, "\n".join(out) + "\n")
 
 

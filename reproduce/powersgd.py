@@ -55,10 +55,10 @@ def _found(found: Sequence[Group]) -> str:
     dense, two, four = (needed(found, "cifar", name) for name in (DENSE, "rank 2", "rank 4"))
     language, own = (needed(found, "gpt", name) for name in (DENSE, "rank 4"))
     return (
-        f"on CIFAR-10 accuracy differs from that without compression by {compared(four, dense).figure()} points with "
-        f"rank 4 and {four.ratio:.0f} times fewer bytes and by {compared(two, dense).figure()} with rank 2 and "
-        f"{two.ratio:.0f} times fewer, and the language model's perplexity by "
-        f"{compared(own, language, relative=True).figure()} with rank 4."
+        f"On CIFAR-10 accuracy differs from uncompressed by {compared(four, dense).figure()} points with rank 4, at "
+        f"{four.ratio:.0f} times fewer bytes, and by {compared(two, dense).figure()} with rank 2, at {two.ratio:.0f} "
+        f"times fewer. The language model's perplexity differs by {compared(own, language, relative=True).figure()} "
+        "with rank 4."
     )
 
 
@@ -82,7 +82,7 @@ def _ran(found: Sequence[Group]) -> str:
     ranks = [str(rank) for rank in sorted((*_RANKS, *_LONG_RANKS)) if named(found, "cifar", f"rank {rank}")]
     listed = " and ".join(part for part in (", ".join(ranks[:-1]), *ranks[-1:]) if part)
     return (
-        "A ResNet-8 on CIFAR-10 and a small GPT on bytes of WikiText-2, each on four real ranks, with "
+        "A ResNet-8 learned CIFAR-10 and a small GPT bytes of WikiText-2, each on four real ranks, with "
         f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}, for fewer epochs than in the paper."
     )
 
@@ -104,9 +104,9 @@ EXPERIMENT = Experiment(
     seeds=(0, 1, 2),
     opening=Opening(
         title="PowerSGD",
-        says="Every gradient matrix is sent as two thin factors, found by one round of power iteration that goes on "
-        "from step to step, and with error feedback a residual network is as good as with SGD from rank 2 on, a "
-        "language model from rank 4 on.",
+        says="Are two thin factors of every gradient matrix enough? The paper finds them by one round of power "
+        "iteration that goes on from step to step. With error feedback, it says, a residual network is as good as "
+        "with SGD from rank 2 on, and a language model from rank 4 on.",
         ran=_ran,
         found=_found,
         panels=_panels,

@@ -82,10 +82,9 @@ def _conclusion(found: Mapping[str, Any]) -> str:
     off, then = _off(found["rows"]), _off(found["rows"], "at_that_speed_error")
     short = sum((row["error"] or 0.0) < 0.0 for row in found["rows"])
     return (
-        f"predicted steps are off by {statistics.median(off):.1%} in the median and {off[-1]:.1%} at most, {short} of "
-        f"{len(off)} too short, and by "
-        f"{statistics.median(then):.1%} and {then[-1]:.1%} where the processor is taken to be as fast as it was when "
-        "the step was measured."
+        f"Predicted steps are off by {statistics.median(off):.1%} in the median and {off[-1]:.1%} at most, {short} of "
+        f"{len(off)} too short. Where the processor is taken to be as fast as it was when the step was measured, it is "
+        f"{statistics.median(then):.1%} and {then[-1]:.1%}."
     )
 
 
@@ -104,15 +103,15 @@ def _ran(found: Mapping[str, Any]) -> str:
     nodes = " and ".join(str(nodes) for nodes in dict.fromkeys(row["nodes"] for row in found["rows"]))
     rates = [_link(rate) for rate in dict.fromkeys(row["rate"] for row in found["rows"])]
     return (
-        f"`narrowband bench plan`: {nodes} ranks with a GPT of 13.3 million parameters, each behind a link of its own "
-        f"of {', '.join(rates[:-1])} or {rates[-1]} that the kernel shapes, all on one machine with two cores."
+        f"`narrowband bench plan` trained a GPT of 13.3 million parameters on {nodes} ranks, each behind a link of its "
+        f"own of {', '.join(rates[:-1])} or {rates[-1]} that the kernel shapes. All share one machine with two cores."
     )
 
 
 _OPENING = Opening(
     title="Predicted and measured steps",
-    says="`narrowband plan` measures a model, codecs and a machine, simulates a step of training with every codec, and "
-    "so knows what pays on a link without training there.",
+    says="Does `narrowband plan` know what pays on a link, without training there? It measures a model, codecs and a "
+    "machine, and simulates a step of training with every codec.",
     ran=_ran,
     found=_conclusion,
     panels=_panels,
@@ -168,5 +167,5 @@ def page(found: Mapping[str, Any], path: Path) -> None:
     verdicts = {(verdict["nodes"], verdict["rate"]): verdict for verdict in found["verdicts"]}
     for (nodes, rate), rows in _cases(found["rows"]).items():
         lines += [f"### {nodes} ranks, {_link(rate)}", "", *_case(rows, verdicts[nodes, rate])]
-    lines += [source(dict(found), [str(found["commit"])])]
+    lines += ["## Source", "", source(dict(found), [str(found["commit"])])]
     write_page(path, lambda _: "\n".join(lines).rstrip() + "\n", found, _OPENING)

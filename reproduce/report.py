@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,19 @@ from rich.table import Table
 from narrowband.files import write_text
 from narrowband.report.record import read_json
 from narrowband.units import format_bytes, format_seconds
-from reproduce.groups import MARGIN, NOTHING, Claim, Group, counted, summed, verdicts
+from reproduce.claims import plain, table_lines, tables
+from reproduce.groups import MARGIN, NOTHING, Claim, Group, counted, summed
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.settings import in_common
 
 __all__ = [
     "COLUMNS",
+    "LESS",
     "PER_TASK",
+    "SCORE",
+    "STEP",
     "Layout",
+    "Legend",
     "Opening",
     "beginning",
     "covered",
@@ -62,15 +68,30 @@ COLUMNS: tuple[Column, ...] = (
     ("step", lambda group: format_seconds(group.step_s)),
 )
 
-#: What the columns mean.
-_LEGEND = (
-    "Score: mean ± standard deviation over the row's seeds; without ± it is one seed's. − dense: the mean difference "
-    "from the dense row of the same seed, over the seeds that both have, ± half of its 95 % interval "
-    f"({MARGIN}; without ±: of unknown noise). Sent: by one rank in a step of the "
-    "last epoch; ratio: how many times less that is than a dense ring all-reduce; mean: over all of training. Payload: "
-    "how many times smaller than its dense gradient one rank's payload is, norms and biases included; matrix: without "
-    "them. Step: the median of the last epoch on rank 0, however busy the machine was; for speed see the link "
-    "benchmarks."
+#: Words of a table, and what they mean: columns, mostly.
+Legend = Sequence[tuple[str, str]]
+
+SCORE = ("score", "mean ± standard deviation over seeds; without ±, of one seed")
+LESS = (
+    "− dense",
+    (
+        f"how far that is from the uncompressed row, seed by seed: the mean, ± half of its 95 % interval ({MARGIN}); "
+        "without ±, the noise is unknown"
+    ),
+)
+STEP = (
+    "step",
+    "the median of the last epoch on rank 0, however busy the machine was; links have [their own page](benchmarks.md)",
+)
+_LEGEND: Legend = (
+    SCORE,
+    LESS,
+    ("sent", "by one rank in a step of the last epoch"),
+    ("ratio", "how many times less that is than an uncompressed ring all-reduce sends"),
+    ("mean", "the same, over all of training"),
+    ("payload", "how many times smaller one rank's payload is than its gradient, norms and biases included"),
+    ("matrix", "the same without norms and biases"),
+    STEP,
 )
 
 
@@ -82,9 +103,11 @@ def _per_task(found: Sequence[Group]) -> Iterator[tuple[str, list[Group]]]:
 def _caption(title: str, own: Sequence[Group]) -> str:
     first = own[0]
     seeds = sorted({seed for group in own for seed in group.seeds})
+    *fewer, most = sorted({group.epochs for group in own})
+    epochs = "".join(f"{each} or " for each in fewer) + counted(most, "epoch")
     return (
-        f"{title}, {first.parameters:,} parameters, {counted(first.nodes, 'rank')}, {counted(first.epochs, 'epoch')}, "
-        f"{seeded(seeds)}; score: {first.metric}"
+        f"{title}, {first.parameters:,} parameters, {counted(first.nodes, 'rank')}, {epochs}, {seeded(seeds)}; score: "
+        f"{first.metric}"
     )
 
 
@@ -93,20 +116,28 @@ def seeded(seeds: Sequence[int]) -> str:
     return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
 
 
-def _specs(own: Sequence[Group]) -> list[str]:
-    return [f"{group.name}: `{group.spec}`" for group in own]
+_ALL = "- All rows: "
 
 
-def _settings(own: Sequence[Any]) -> tuple[str, list[str]]:
-    """What all lines of a table were trained with, and what each had beside that; nothing of lines without settings."""
+def _settings(own: Sequence[Any]) -> list[str]:
+    """What all lines of a table were trained with, and which had what beside that; nothing of lines without any."""
     if not all(getattr(line, "settings", None) for line in own):
-        return "", []
-    shared, others = in_common([line.settings for line in own])
-    return _told(shared), [f"{line.name}: {_told(more)}" for line, more in zip(own, others, strict=True) if more]
-
-
-def _told(words: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {value}" for name, value in words.items())
+        return []
+    specs = [{"spec": f"`{line.spec}`"} if hasattr(line, "spec") else {} for line in own]
+    shared, others = in_common([line.settings | spec for line, spec in zip(own, specs, strict=True)])
+    lines = [f"{_ALL}{'; '.join(f'{name}: {value}' for name, value in shared.items())}."]
+    for name in dict.fromkeys(itertools.chain.from_iterable(others)):
+        by_value: dict[str, list[str]] = {}
+        for line, more in zip(own, others, strict=True):
+            if name in more:
+                by_value.setdefault(more[name], []).append(plain(line.name))
+        most = max(by_value, key=lambda value: len(by_value[value]))
+        usual = len(by_value[most]) > len(own) / 2 and sum(map(len, by_value.values())) == len(own)
+        said = [f"{value}: *{'; '.join(rows)}*" for value, rows in by_value.items() if not usual or value != most] + (
+            [f"{most}: all others"] if usual else []
+        )
+        lines.append(f"- **{name}**: {' · '.join(said)}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -116,17 +147,17 @@ class Layout:
     Attributes:
         tables: puts them into tables, each with the key of its title.
         columns: of the table with that key.
-        legend: what columns mean.
+        legend: what columns mean, and other words of the tables.
         caption: of a table with that title and those lines.
-        notes: what a page lists below the table.
+        notes: what a page lists below the table, beside settings.
         pictures: that a page shows below the table with that key: a file's name, and what there is to see.
     """
 
     tables: Callable[[Sequence[Any]], Iterable[tuple[str, list[Any]]]] = _per_task
     columns: Callable[[str], Sequence[Column]] = lambda _: COLUMNS
-    legend: str = _LEGEND
+    legend: Legend = _LEGEND
     caption: Callable[[str, Sequence[Any]], str] = _caption
-    notes: Callable[[Sequence[Any]], Sequence[str]] = _specs
+    notes: Callable[[Sequence[Any]], Sequence[str]] = lambda _: ()
     pictures: Callable[[str], Sequence[tuple[str, str]]] = lambda _: ()
 
 
@@ -186,14 +217,14 @@ def score_panel(title: str, shown: Shown) -> Panel:
 
 @dataclass(frozen=True)
 class Opening:
-    """How a page begins, for those who read no further: a conclusion in three sentences, and a picture.
+    """How a page begins, for those who read no further: three short paragraphs, and a picture.
 
     Attributes:
         title: of the page.
-        says: what the paper claims, or what is asked, in one sentence.
-        ran: what was run here, in one; or gets what a page shows, and says it of what is there.
-        found: gets what a page shows, and says what came of it, in one that goes on behind a colon where there are
-            claims; raises LookupError where what is shown is not enough.
+        says: what is asked, and what the paper says to it.
+        ran: what was run here; or gets what a page shows, and says it of what is there.
+        found: gets what a page shows, and says what came of it, with two or three figures; raises LookupError where
+            what is shown is not enough.
         panels: gets the same; what is drawn of it.
         departs: where what was run is not what the paper has, each in a sentence.
         covers: the paper's tables and figures, each with where on the page it is, or why it is not; or gets what a page
@@ -239,17 +270,16 @@ def beginning(found: Any, claims: Sequence[Claim], opening: Opening, *, paper: s
         "",
         f"{paper}.",
         "",
-        f"**What is claimed.** {opening.says}",
+        f"**What was asked.** {opening.says}",
         "",
         f"**What was run.** {opening.ran if isinstance(opening.ran, str) else opening.ran(found)}",
         "",
     ]
-    tested = f"{summed(claims)} ([each, with its figures](#claims)): " if claims else ""
     with contextlib.suppress(LookupError):  # rows that the conclusion is about may be left out of a run
-        said = opening.found(found)
-        lines += [f"**What held.** {tested}{said if tested else said[:1].upper() + said[1:]}", ""]
+        tested = f" {summed(claims)} ([each, with its figures](#claims))." if claims else ""
+        lines += [f"**What came out.** {opening.found(found)}{tested}", ""]
         lines += [embedded(opening.panels(found), f"pictures/{page}/{_PICTURE}"), ""]
-    return [*lines, "## Claims", "", *verdicts(claims), ""] if claims else lines
+    return [*lines, "## Claims", "", *tables(claims)] if claims else lines
 
 
 def markdown(
@@ -279,27 +309,32 @@ def markdown(
         record: what :func:`narrowband.report.record.provenance` says.
         commits: those at which rows were trained.
     """
-    lines = [*beginning(found, claims, opening, paper=paper, page=page), "## Tables", "", layout.legend, ""]
-    tables = list(layout.tables(found))
-    for key, own in tables:
+    lines = [*beginning(found, claims, opening, paper=paper, page=page), "## Tables", ""]
+    lines += [*(f"- **{plain(word)}**: {meaning}" for word, meaning in layout.legend), ""]
+    tables_, before = list(layout.tables(found)), set[str]()
+    for key, own in tables_:
         columns = layout.columns(key)
-        twice = sum(key == other for other, _ in tables) > 1  # a task that was trained for longer, too
+        twice = sum(key == other for other, _ in tables_) > 1  # a task that was trained for longer, too
         length = f", {counted(own[0].epochs, 'epoch')}" if twice else ""
-        shared, others = _settings(own)
-        lines += [f"### {titles[key]}{length}", "", layout.caption(titles[key], own) + ".", ""]
-        lines += [f"All rows: {shared}.", ""] if shared else []
-        lines += ["| " + " | ".join(column for column, _ in columns) + " |"]
-        lines += ["| --- |" + " ---: |" * (len(columns) - 1)]
-        lines += ["| " + " | ".join(cell(line) for _, cell in columns) + " |" for line in own]
-        lines += [""]
+        about = layout.caption(titles[key], own).removeprefix(titles[key]).lstrip(",;: ")
+        lines += [f"### {titles[key]}{length}", "", *([f"{_sentence(about)}.", ""] if about else [])]
+        heads = [plain(column) for column, _ in columns]
+        lines += table_lines(
+            heads, ([plain(columns[0][1](line)), *(cell(line) for _, cell in columns[1:])] for line in own)
+        )
         for name, alt in layout.pictures(key):
             place = f"pictures/{page}/{name}"
             lines += [f"[![{alt}]({place})]({place})", ""] if name in pictures else []
-        for what, notes in (("What rows differ in", others), ("The rows, as specs", layout.notes(own))):
-            if notes:
-                lines += [f'<details markdown="1"><summary>{what}</summary>', "", *(f"- {note}" for note in notes), ""]
-                lines += ["</details>", ""]
-    return "\n".join([*lines, *covered(found, opening), source(record, commits)]) + "\n"
+        told = [*_settings(own), *(f"- {plain(note)}" for note in layout.notes(own))]
+        told = ["- All rows: as above." if line in before and line.startswith(_ALL) else line for line in told]
+        before.update(told)
+        if told:
+            lines += ['<details markdown="1"><summary>Settings</summary>', "", *told, "", "</details>", ""]
+    return "\n".join([*lines, *covered(found, opening), "## Source", "", source(record, commits)]) + "\n"
+
+
+def _sentence(said: str) -> str:
+    return said[:1].upper() + said[1:]
 
 
 def covered(found: Any, opening: Opening) -> list[str]:

@@ -62,13 +62,14 @@ from narrowband.adapt.lgreco import solve
 from narrowband.bench.models import GPT, GPTConfig
 from narrowband.report.record import provenance, read_json, write_json
 from narrowband.units import format_bytes, format_seconds
+from reproduce.claims import under
 from reproduce.command import QUICK_LIMIT, command_line, show
 from reproduce.data import Text, about, wikitext2
 from reproduce.groups import Claim, claimed
 from reproduce.html import write_beside
 from reproduce.pairs import Finding, every, student
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Opening, markdown, write_page
+from reproduce.report import Column, Layout, Legend, Opening, markdown, write_page
 from reproduce.row import files_of
 
 if TYPE_CHECKING:
@@ -486,14 +487,15 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
     for optimizer, family in dict.fromkeys((line.optimizer, line.family) for line in lines):
         own = [line for line in lines if (line.optimizer, line.family) == (optimizer, family)]
         where = f"{family}, short runs with {_NAMES[optimizer]}"
-        said.append(
-            claimed(
-                f"{where}: errors and changes of the loss are highly correlated (rank correlation at least {_HIGH:g}, "
-                "with the head and without it)",
-                every(_correlated(line) for line in own),
-            )
+        alike, much = "errors and changes of the loss are highly correlated", "plans by either send as much"
+        how = f"(rank correlation at least {_HIGH:g}, with the head and without it)"
+        both = (
+            (f"{alike} {how}", every(_correlated(line) for line in own)),
+            (f"{much} (within {_ALIKE:.0%})", every(map(_alike, own))),
         )
-        said.append(claimed(f"{where}: plans by either send as much (within {_ALIKE:.0%})", every(map(_alike, own))))
+        for topic, finding in both:
+            claim = replace(claimed(f"{where}: {topic}", finding), said=family)
+            said += under(f"{topic[0].upper()}{topic[1:]}", [claim], case=f"short runs with {_NAMES[optimizer]}")
     return said
 
 
@@ -542,16 +544,39 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
 }
 
-_LEGEND = (
-    "Run: steps of training, and what takes the steps of short runs. |Δ|: how far compressing one layer alone takes "
-    "the held-out loss after a short run, in nats per byte, the mean over repeats; in the table its median. "
-    "Correlations are between it and the error of the layer's gradient, over all layers and choices; no head: without "
-    "the last layer. Itself: the rank correlation of |Δ| with that of other data and draws. Above: the share of layers "
-    "and choices, which correlations are over, where |Δ| is more than what rounding the layer's gradients to float32 "
-    "makes; floor: the median of that over layers. Falls: the share where compression lowers the loss. Uniform: bytes "
-    "of all payloads; by error, by loss: how many times fewer plans send that keep the sum of either metric; same: the "
-    "share of layers with one choice in both. Takes: seconds for the table of a metric. Means over seeds, ± half of "
-    "the interval at 95 % (Student's t)."
+_LEGEND: Legend = (
+    ("run", "steps of training, and what takes the steps of short runs"),
+    ("all figures", "means over seeds, ± half of the interval at 95 % (Student's t)"),
+    (
+        "|Δ|",
+        (
+            "how far compressing one layer alone takes the held-out loss after a short run, in nats per byte, the mean "
+            "over repeats; in the table its median"
+        ),
+    ),
+    (
+        "of ranks, Pearson",
+        (
+            "correlations between |Δ| and the error of the layer's gradient, over all layers and choices; no head: "
+            "without the last layer"
+        ),
+    ),
+    ("itself", "the rank correlation of |Δ| with that of other data and draws"),
+    (
+        "above",
+        (
+            "the share of layers and choices where |Δ| is more than what rounding the layer's gradients to float32 "
+            "makes; floor: the median of that over layers; falls: the share where compression lowers the loss"
+        ),
+    ),
+    (
+        "uniform",
+        (
+            "bytes of all payloads; by error, by loss: how many times fewer plans send that keep the sum of either "
+            "metric; same: the share of layers with one choice in both"
+        ),
+    ),
+    ("takes", "seconds for the table of a metric"),
 )
 
 
@@ -606,23 +631,18 @@ def _found(lines: Sequence[Line]) -> str:
     told = []
     for optimizer in dict.fromkeys(line.optimizer for line in own):
         correlations = ", ".join(
-            f"{line.mean('spearman'):.2f} for {line.family} (without the head {line.mean('spearman_rest'):.2f}; the "
-            f"metric with itself {line.mean('itself'):.2f})"
-            for line in own
-            if line.optimizer == optimizer
+            f"{line.mean('spearman'):.2f} ({line.family})" for line in own if line.optimizer == optimizer
         )
-        told.append(f"in short runs with {_NAMES[optimizer]} {correlations}")
+        told.append(f"with {_NAMES[optimizer]} {correlations}")
     plans = ", ".join(
-        f"{line.fewer('error').mean:.2f} and {line.fewer('loss').mean:.2f} for {line.family}"
+        f"{line.fewer('error').mean:.2f} and {line.fewer('loss').mean:.2f} ({line.family})"
         for line in own
         if line.optimizer == own[0].optimizer
     )
-    slowest = max(own, key=lambda line: line.mean("loss_s"))
     return (
-        f"after {own[0].checkpoint} steps of training the rank correlations of errors and changes of the loss are "
-        f"{'; '.join(told)}; with {_NAMES[own[0].optimizer]}, plans by errors and by losses send {plans} times less "
-        f"than a uniform setting; a table of losses takes up to {format_seconds(slowest.mean('loss_s'))}, one of "
-        f"errors {format_seconds(slowest.mean('error_s'))}."
+        f"After {own[0].checkpoint} steps of training the rank correlation of errors and changes of the loss is, in "
+        f"short runs {'; '.join(told)}. Plans by errors and by losses send {plans} times less than a uniform setting, "
+        f"with {_NAMES[own[0].optimizer]}."
     )
 
 
@@ -647,11 +667,11 @@ def _panels(lines: Sequence[Line]) -> list[Panel]:
 
 _OPENING = Opening(
     title="Errors against losses",
-    says="L-GreCo budgets the error of every layer's gradient, where what matters is the loss: the paper says that "
-    "both are highly correlated, and that plans made by either send as much.",
-    ran="A small GPT on bytes of WikiText-2: one layer at a time is compressed in short runs that begin at the same "
-    "checkpoint, for three families of codecs, and the magnitude by which that changes the held-out loss, in float64, "
-    "is compared with the error of the gradient.",
+    says="L-GreCo budgets the error of every layer's gradient, where what matters is the loss. Does one foretell the "
+    "other? The paper says that both are highly correlated, and that plans made by either send as much.",
+    ran="A small GPT learned bytes of WikiText-2. One layer at a time was compressed in short runs from the same "
+    "checkpoint, with three families of codecs. How far that takes the held-out loss, in float64, is compared with the "
+    "error of the gradient.",
     found=_found,
     panels=_panels,
     covers=(
@@ -677,7 +697,7 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         lambda pictures: markdown(
             lines,
             _TITLES,
-            [Claim(**claim) for claim in record["claims"]],
+            claims(rows) if record["claims"] else [],
             _LAYOUT,
             opening=_OPENING,
             paper=_PAPER,
@@ -755,7 +775,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     wanted = [row for line in lines for row in line.rows]
     said = [] if options.quick else claims(wanted)
     show(console, lines, _TITLES, said, _LAYOUT)
-    whole = record | {"config": config, "claims": [asdict(claim) for claim in said], "rows": wanted}
+    whole = record | {"config": config, "claims": [claim.record() for claim in said], "rows": wanted}
     write_json(written, whole | {"rows": there})
     if options.markdown is not None:
         page(whole, options.markdown)

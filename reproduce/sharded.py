@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reproduce.command import Experiment, Recipe, main
-from reproduce.groups import DENSE, MARGIN, Claim, Group, claimed, compared, named, needed
+from reproduce.groups import DENSE, Claim, Group, claimed, compared, named, needed
 from reproduce.pairs import Difference
 from reproduce.pictures import Panel
-from reproduce.report import COLUMNS, Column, Layout, Opening, score_panel, sent_panel
+from reproduce.report import COLUMNS, LESS, SCORE, Column, Layout, Legend, Opening, score_panel, sent_panel
 from reproduce.row import Row
 
 __all__ = ["EXPERIMENT"]
@@ -126,9 +126,9 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
 def _found(found: Sequence[Group]) -> str:
     dense, eight, four = (needed(found, _TASK, name, _EPOCHS) for name in (DENSE, _8, _4))
     return (
-        f"with 8 bits for gradients and 8 for differences of parameters the loss differs from that of FSDP2 in float32 "
-        f"by {_loss(eight, dense).figure()} at {eight.ratio:.1f} times fewer bytes, and with 4 and 4 by "
-        f"{_loss(four, dense).figure()} at {four.ratio:.1f} times fewer."
+        "With 8 bits for gradients and for differences of parameters, the loss differs from that of FSDP2 in float32 "
+        f"by {_loss(eight, dense).figure()}, with {eight.ratio:.1f} times fewer bytes. With 4 bits it differs by "
+        f"{_loss(four, dense).figure()}, with {four.ratio:.1f} times fewer."
     )
 
 
@@ -141,12 +141,13 @@ def _panels(found: Sequence[Group]) -> list[Panel]:
     return [sent_panel("FSDP2, tiny shakespeare, GPT", shown), score_panel("Held-out perplexity", shown)]
 
 
-_LEGEND = (
-    "Score: mean ± standard deviation over the row's seeds; without ± it is one seed's; its logarithm is the loss. "
-    "− dense: the mean difference from FSDP2 in float32 with the same seed, ± half of its 95 % interval "
-    f"({MARGIN}; without ±: of unknown noise). Sent: by one rank in a step of the "
-    "last epoch; ratio: how many times less that is than what FSDP2 sends in float32, parameters twice and gradients "
-    "once. Step: the median of the last epoch on rank 0, without a slow link, however busy the machine was."
+_LEGEND: Legend = (
+    ("row", "bits of gradients first, and then those of parameters"),
+    (SCORE[0], f"held-out perplexity, {SCORE[1]}; the loss is its logarithm"),
+    LESS,
+    ("sent", "by one rank in a step of the last epoch"),
+    ("ratio", "how many times less that is than what FSDP2 sends in float32, parameters twice and gradients once"),
+    ("step", "the median of the last epoch on rank 0, without a slow link, however busy the machine was"),
 )
 
 
@@ -164,10 +165,10 @@ EXPERIMENT = Experiment(
     seeds=(0, 1, 2),
     opening=Opening(
         title="Inside FSDP2",
-        says="Between the ranks that share one model, gradients can be sent in 4 bits, and parameters as differences "
-        "in 4 bits, without loss.",
-        ran="A small GPT on bytes of tiny shakespeare, sharded by FSDP2 among four real ranks, 326 steps of AdamW, "
-        "with 16, 8, 4 and 2 bits; names of rows say the bits of gradients first, and then those of parameters.",
+        says="How few bits are enough between ranks that share one model? The paper says that gradients can be sent "
+        "in 4 bits, and parameters as differences in 4 bits, without loss.",
+        ran="A small GPT learned bytes of tiny shakespeare, sharded by FSDP2 among four real ranks, in 326 steps of "
+        "AdamW. Gradients and parameters were sent in 16, 8, 4 and 2 bits.",
         found=_found,
         panels=_panels,
     ),

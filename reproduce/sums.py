@@ -65,8 +65,8 @@ def _found(found: Sequence[Group]) -> str:
     summed, gathered = (needed(found, _TASK, name) for name in (_SUMMED, _GATHERED))
     times = gathered.sent_bytes_per_step / summed.sent_bytes_per_step
     return (
-        f"with sums the loss differs from that with everything gathered by {_loss(summed, gathered).figure()}, and a "
-        f"rank sends {times:.1f} times less."
+        f"With sums a rank sends {times:.1f} times less than where everything is gathered. The loss differs by "
+        f"{_loss(summed, gathered).figure()}."
     )
 
 
@@ -89,10 +89,11 @@ EXPERIMENT = Experiment(
     nodes=_NODES,
     opening=Opening(
         title="Sparse sums",
-        says="The largest elements need not be gathered from all ranks: owners add them up and deliver the largest "
-        "sums, in a volume that does not grow with the ranks, at nearly the accuracy of dense gradients.",
-        ran="A small GPT on bytes of tiny shakespeare, eight real ranks, 326 steps of SGD with momentum: the largest "
-        "1 % of every layer travels with error feedback, gathered and summed.",
+        says="Do the largest elements have to be gathered from all ranks? The paper says no: owners add them up and "
+        "deliver the largest sums, in a volume that does not grow with the ranks, at nearly the accuracy of "
+        "uncompressed gradients.",
+        ran="A small GPT learned bytes of tiny shakespeare on eight real ranks, in 326 steps of SGD with momentum. The "
+        "largest 1 % of every layer traveled with error feedback, gathered and summed.",
         found=_found,
         panels=_panels,
     ),

@@ -381,22 +381,25 @@ def test_every_row_is_in_a_table_with_its_distance_from_its_own_dense_row(tmp_pa
     path = tmp_path / "local.md"
     rows = made_up() + made_up(task="gpt", without=("Muon, dense", "Muon, updates, 2 bits"))
     tables = dict(EXPERIMENT.layout.tables(groups(rows)))
-    assert list(tables)[: len(local._PARTS)] == [f"shakespeare, {part}" for part in local._PARTS]
+    assert list(tables) == [
+        *(f"shakespeare, {part}" for part in local._PARTS),
+        "gpt, sent",
+        "gpt, length",
+        "gpt, others",
+    ]
     assert set(tables) <= set(EXPERIMENT.titles)
-    assert {line.name for key, own in tables.items() if key.startswith("shakespeare") for line in own} == {
-        *LOSSES, *of_rates("shakespeare"),
-    }  # fmt: skip
-    assert all(tables[f"shakespeare, {part}"][0].name == DENSE for part in ("gradients", "updates", "rounds"))
-    lines = {line.name: line.loss for line in tables["shakespeare, optimizers"]}
-    assert lines == {"Muon, dense": "–", "Muon, updates, 2 bits": lines["Muon, updates, 2 bits"]}
+    assert {line.name for key, own in tables.items() if key.startswith("shakespeare") for line in own} == {*LOSSES}
+    names = [line.name for line in tables["shakespeare, sent"]]
+    assert (names[0], names[-1]) == (DENSE, "nothing is sent")
+    lines = {line.name: line.loss for line in tables["shakespeare, others"]}
+    assert lines["Muon, dense"] == "–"
     assert lines["Muon, updates, 2 bits"].startswith("+1.00 % ± ")
-    assert {line.loss for line in tables["shakespeare, rates"]} == {"–"}
 
     page(EXPERIMENT, rows, provenance(0, ["python"]), path)
     text = path.read_text()
     assert re.search(r"\| every 15, top 1/64, 2 bits \| 4\.62 \| \+2\.00 % ± 0\.41 % \| 3\.32 kB \| 1,500 \|", text)
-    assert "### tiny shakespeare as bytes, GPT: updates are averaged after every step" in text
-    assert "**What held.** 63 of 63 claims held" in text
+    assert "### tiny shakespeare as bytes, GPT: what ranks send" in text
+    assert "49 of 49 claims held ([each, with its figures](#claims))." in text
     assert (tmp_path / "pictures/local/opening-light.svg").exists()
 
 
@@ -497,5 +500,5 @@ def test_a_whole_quick_run(folder, tmp_path, capsys):
     assert 13 < two_bits["ratio"] < 15
     assert 13 < two_bits["payload_ratio"] < 15
     text = (tmp_path / "page.md").read_text()
-    assert "averaged: updates, in every step, with an outer length that is measured" in text
+    assert "- **averaged**: updates, in every step, with an outer length that is measured: *updates, 2 bits*" in text
     assert "shakespeare updates, 2 bits, seed 0" in capsys.readouterr().out

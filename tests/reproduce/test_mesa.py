@@ -184,7 +184,7 @@ def test_a_whole_quick_run(folder, tmp_path, capsys):
     assert all("ranges" not in row for row in summary["rows"])  # which are long, and in the rows' files
     page = (tmp_path / "page.md").read_text()
     assert page.count("| --- |") == 1
-    assert '- mesa: `{"bits": 8}`' in page
+    assert '`{"bits": 8}`: *mesa*' in page
     for name in ("figure-7", "figure-8"):
         assert (tmp_path / "pictures" / "page" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "vit mesa, seed 0" in capsys.readouterr().out
@@ -454,11 +454,11 @@ def test_every_row_is_in_its_table_beside_the_paper():
         opening=EXPERIMENT.opening, paper=EXPERIMENT.paper, page="page",
         record={"machine": {"cores": 2, "cpu": "x"}, "versions": {"torch": "2"}, "command": "c"}, commits=["0"],
     )  # fmt: skip
-    assert "| dense | 60.15 ± 0.21 | – | 0.0% | 128 MB | 100% | –/– |" in page
+    assert "| uncompressed | 60.15 ± 0.21 | – | 0.0% | 128 MB | 100% | –/– |" in page
     assert "| mesa | 60.35 ± 0.21 | +0.20 ± 0.00 | 1.2% | 32 MB | 25% | –/– |" in page
     assert "| bf16, mesa | 60.25 ± 0.21 | +0.10 ± 0.00 | 1.2% | 28.8 MB | 45% | 72.1/45 |" in page
     assert "| attention | 60.15 ± 0.21 | +0.00 ± 0.00 | 1.2% | 84.5 MB | 66% | –/73 |" in page
-    assert page.count("| --- |") == len(EXPERIMENT.titles)
+    assert page.count("| --- | ---: |") == len(EXPERIMENT.titles)
 
 
 def test_every_table_and_figure_of_the_paper_is_accounted_for():

@@ -405,11 +405,11 @@ def test_every_row_is_in_its_table_beside_the_paper():
     assert "| EF21 + top 5% | 89.37 | 89.29 | -3.71 | 89.37/89.29 | 7.0–7.1 | 8.0 |" in page
     assert "| fw4-bw4 in groups | 90.00 | 90.00 | -3.00 | –/– |" in page
     assert "| top 50% | – | 22.38 | +1.37 | 22.38 | 7.0–7.1 | 8.0 |" in page
-    assert f"- top 10%: `{TOP} forward, topk:density=0.1,reuse=forward backward`" in page
+    assert f"`{TOP} forward, topk:density=0.1,reuse=forward backward`: *top 10%*" in page
     assert f"`{TOP} forward, {TOP}+ef backward`" in page
     assert f"`{TOP}+ef-mixed:sends=parts forward, {TOP}+ef-mixed:sends=parts backward`" in page
-    assert "fw4-bw8: `uniform:bits=4,scope=tensor forward, uniform:bits=8,scope=tensor backward`" in page
-    assert page.count("| --- |") == 7
+    assert "`uniform:bits=4,scope=tensor forward, uniform:bits=8,scope=tensor backward`: *fw4-bw8*" in page
+    assert page.count("| --- | ---: |") == 7
     assert "## The paper's tables and figures" in page
 
 
@@ -428,12 +428,17 @@ def test_the_page_says_which_rows_are_near_convergence():
     )
 
 
-def test_what_held_is_told_beside_the_dense_row_of_the_same_seeds():
+def test_what_came_out_is_told_beside_the_uncompressed_row_of_the_same_seeds():
     found = groups(made_up())
     said = EXPERIMENT.opening.found(found)
-    for group in found:
-        if (group.task, group.name) == ("cifar", "fw4-bw4 in groups"):
-            assert f"{group.score()} %, {group.versus_dense()} from dense" in said
+    few, eight = (
+        next(group for group in found if (group.task, group.name) == place)
+        for place in (("cifar", "fw4-bw8"), ("gpt", "8 bits"))
+    )
+    assert f"differs from that by {few.versus_dense()} with 4 bits forward and 8 back." in said
+    assert f"{eight.score()} with 8 bits both ways ({eight.versus_dense()})" in said
+    near = EXPERIMENT.opening.found(groups(made_up() + made_up(long=True)))
+    assert near.startswith("Near convergence accuracy is ")
 
 
 def test_tables_that_have_only_the_dense_row_are_left_out():

@@ -183,15 +183,15 @@ def test_the_conclusion_names_what_was_kept_with_which_optimizer_and_what_lost_m
     rows += [row("fp16", 2.0, optimizer=each) for each in ("adamw", "sgd")]
     rows += [row(TOP, 2.01), row(TOP, 2.3, optimizer="sgd"), row(DGC, 2.01, optimizer="sgd")]
     assert conclusion(lines(rows))[2] == (
-        "The mean gap to the loss without compression was at most 1 % for `fp16` with every optimizer, "
-        "`topk:density=0.01+ef` with AdamW and `dgc:density=0.01` with SGD; `topk:density=0.01+ef` with SGD lost "
+        "The mean loss was at most 1 % above the uncompressed one for `fp16` with every optimizer, "
+        "`topk:density=0.01+ef` with AdamW and `dgc:density=0.01` with SGD. `topk:density=0.01+ef` with SGD lost "
         "15.0 %, more than any other."
     )
 
 
 def test_the_conclusion_says_where_seeds_differ_too_much_to_tell():
     rows = [row("none", 2.0), row("none", 2.0, 1), row(BITS, 2.04), row(BITS, 1.97, 1)]
-    assert "; with AdamW gaps below 22.2 % are not resolved; " in conclusion(lines(rows))[2]
+    assert ". With AdamW gaps below 22.2 % are not resolved. " in conclusion(lines(rows))[2]
     assert "resolved" not in conclusion(lines([*rows[:2], row(BITS, 2.0002), row(BITS, 1.9998, 1)]))[2]
 
 

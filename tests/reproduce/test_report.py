@@ -9,8 +9,9 @@ from rich.console import Console
 
 from narrowband.report.record import provenance
 from reproduce import dgc, lgreco, powersgd
+from reproduce.claims import tables
 from reproduce.command import took
-from reproduce.groups import Claim, as_good_as, claimed, compared, groups, judged, summed, verdicts
+from reproduce.groups import Claim, as_good_as, claimed, compared, groups, judged, summed
 from reproduce.report import PER_TASK, covered, markdown, ran_on, score_panel, source, table
 
 
@@ -78,11 +79,57 @@ def test_rows_are_compared_over_the_seeds_that_both_have():
 def test_claims_of_setting_up_are_told_and_not_counted():
     said = [claimed("a is better", True, "2 and 1"), replace(claimed("bytes are equal", False, "3 and 4"), setup=True)]
     assert summed(said) == "1 of 1 claim held"
-    assert verdicts(said) == [
-        "- **held**: a is better (2 and 1)", "", "How rows were made comparable (not counted above):", "",
-        "- **not held**: bytes are equal (3 and 4)",
+    head = ["| claimed | found | verdict |", "| --- | --- | --- |"]
+    first = [*head, "| a is better | 2 and 1 | **held** |", ""]
+    assert tables(said)[2:] == [
+        *first, "### How rows were made comparable", "", "Not counted above.", "",
+        *head, "| bytes are equal | 3 and 4 | **not held** |", "",
     ]  # fmt: skip
-    assert verdicts(said[:1]) == ["- **held**: a is better (2 and 1)"]
+    assert tables(said[:1])[2:] == first
+
+
+def test_what_all_claims_of_a_table_share_is_said_once_above_it():
+    figures = "{}: +1.00 ± 0.50 (seeds 0, 1); test accuracy, %"
+    said = [
+        Claim("a is close to dense", True, figures.format("a, 1 1.00, dense 2.00") + ", 3 epochs"),
+        Claim("b | c", False, figures.format("b 1.00, a 2.00").replace("seeds 0, 1", "seed 0")),
+        Claim("d", None, figures.format("d diverged, a 2.00"), resolved=False),
+        Claim("e", None, "needs the row e"),
+    ]
+    assert tables(said)[2:] == [
+        "Test accuracy, %; seeds 0, 1 where nothing else is said.",
+        "",
+        "| claimed | found | verdict |",
+        "| --- | --- | --- |",
+        "| a is close to uncompressed training | +1.00 ± 0.50 (a, 1: 1.00, uncompressed: 2.00) | **held** |",
+        r"| b \| c | +1.00 ± 0.50 (b: 1.00, a: 2.00; seed 0) | **not held** |",
+        "| d | +1.00 ± 0.50 (d: diverged, a: 2.00) | not resolved |",
+        "| e | needs the row e | not tested |",
+        "",
+    ]
+
+
+def test_claims_of_several_cases_stand_side_by_side():
+    told = {"topic": "Bytes", "said": "fewer", "case": "text"}
+    said = [
+        Claim("text: fewer", True, "2; the paper: 3", **told),
+        Claim("images: fewer", False, "1", **told | {"case": "images"}),
+    ]
+    assert tables([*said, Claim("text: none", None, "", **told | {"said": "none"})])[2:] == [
+        "### Bytes",
+        "",
+        "| claimed | found: text | verdict | found: images | verdict |",
+        "| --- | --- | --- | --- | --- |",
+        "| fewer | 2 | **held** | 1 | **not held** |",
+        "| none | – | not tested | – | – |",
+        "",
+    ]
+    assert tables(said[:1])[4:] == [
+        "| claimed | found | in the paper | verdict |", "| --- | --- | --- | --- |", "| fewer | 2 | 3 | **held** |", "",
+    ]  # fmt: skip
+    assert said[0].record() == {
+        "text": "text: fewer", "held": True, "figures": "2; the paper: 3", "resolved": True, "setup": False,
+    }  # fmt: skip
 
 
 def test_claims_have_four_verdicts():
@@ -249,13 +296,14 @@ def test_a_page_has_every_row_and_every_verdict():
     rows = [row("dense", 80.0), row("plain", 70.0), row("dense", 5.0, task="lstm")]
     page = page_of(rows, [Claim(text, True, "70")])
     assert "| plain | 70.00 | -10.00 |" in page
-    assert f"**held**: {text} (70)" in page
+    assert r"| plain is \| worse | 70 | **held** |" in page
     assert "`python -m reproduce.dgc`" in page
     assert page.startswith("# Deep Gradient Compression (DGC)\n")
     assert "Somebody 2018 ([arXiv 1801.00001](https://arxiv.org/abs/1801.00001))." in page
     assert "commit 0123456789ab." in page
-    assert page.count("| --- |") == 2
-    for line in page.splitlines():
+    assert page.count("| --- | ---: |") == 2
+    assert "dense" not in page
+    for line in page[page.index("## Tables") :].splitlines():
         if line.startswith("| "):
             assert line.count("|") == 10
 
@@ -263,13 +311,11 @@ def test_a_page_has_every_row_and_every_verdict():
 def test_a_page_begins_with_a_conclusion_of_its_own_figures_and_a_picture():
     page = page_of(of_both_tasks(), [Claim("a", True, ""), Claim("b", False, ""), Claim("c", None, "")])
     beginning = page[: page.index("| --- |")]
-    said = [beginning.index(f"**{part}.**") for part in ("What is claimed", "What was run", "What held")]
+    said = [beginning.index(f"**{part}.**") for part in ("What was asked", "What was run", "What came out")]
     assert said == sorted(said)
-    assert (
-        "1 of 2 claims held, 1 did not ([each, with its figures](#claims)): on CIFAR-10 accuracy is 80.00 %"
-        in beginning
-    )
-    assert "-0.50 with DGC as published (payloads 400 times smaller)" in beginning
+    assert "**What came out.** On CIFAR-10 accuracy is 80.00 % uncompressed." in beginning
+    assert "DGC as published -0.50 (payloads 400 times smaller)" in beginning
+    assert " 1 of 2 claims held, 1 did not ([each, with its figures](#claims)).\n" in beginning
     assert "](pictures/own/opening-light.svg#only-light) ![" in beginning
     assert "](pictures/own/opening-dark.svg#only-dark)" in beginning
 
@@ -286,16 +332,16 @@ def test_a_page_names_every_setting_of_its_rows():
     ]
     page = page_of(rows, [])
     shared = (
-        "All rows: learning rate: rises to 0.1 over the first 5% of steps; 0.1 times that from 50% on, 0.01 times that "
-        "from 80% on; weight decay: 0.0001; global batch: 128; clipping of averaged gradients: none; length: 10 "
+        "- All rows: learning rate: rises to 0.1 over the first 5% of steps; 0.1 times that from 50% on, 0.01 times "
+        "that from 80% on; weight decay: 0.0001; global batch: 128; clipping of averaged gradients: none; length: 10 "
         "epochs; data: CIFAR-10, images encoded again as JPEG; seeds: 0."
     )
-    own = (
-        "- dgc: optimizer: SGD, momentum 0.9 on each rank, before compression; compression's warm-up: 1 epoch; small "
-        "tensors: norms and biases, and tensors below 1,000 elements: as one vector, by topk:density=0.05"
-    )
     assert shared in page.splitlines()
-    assert own in page.splitlines()
+    assert (
+        "- **optimizer**: SGD, momentum 0.9: *uncompressed* · SGD, momentum 0.9 on each rank, before compression: *dgc*"
+    ) in page.splitlines()
+    assert "- **compression's warm-up**: none: *uncompressed* · 1 epoch: *dgc*" in page.splitlines()
+    assert "- **spec**: `none`: *uncompressed* · `topk:density=0.001+ef`: *dgc*" in page.splitlines()
     language = {"optimizer": "adamw", "momentum": 0.9, "nesterov": False, "lr": 2e-3, "schedule": "cosine", "clip": 1.0}
     page = page_of([row("dense", 5.0, task="lstm", **language)], [])
     for words in (
@@ -317,7 +363,7 @@ def test_a_page_names_every_setting_of_its_rows():
 def test_a_page_of_some_of_the_rows_says_nothing_of_the_others():
     page = page_of([row("dense", 80.0), row("plain", 70.0)], [])
     assert "**What was run.**" in page
-    for part in ("What held", "opening", "## Claims"):
+    for part in ("What came out", "opening", "## Claims"):
         assert part not in page
 
 
