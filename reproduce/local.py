@@ -85,7 +85,7 @@ from reproduce.local_rows import (
 from reproduce.local_words import CALLED, LEGEND, shortly
 from reproduce.pairs import Difference, Finding
 from reproduce.pictures import Panel
-from reproduce.report import COLUMNS, STEP, Column, Layout, Opening, score_panel, sent_panel
+from reproduce.report import COLUMNS, Column, Layout, Opening, score_panel, sent_panel
 
 __all__ = ["EXPERIMENT"]
 
@@ -397,7 +397,6 @@ _LEGEND = (
             "gathered is sent N − 1 times, so that traffic then has 2/N of this ratio"
         ),
     ),
-    STEP,
 )
 
 
@@ -421,7 +420,6 @@ def _columns(_: str) -> tuple[Column, ...]:
         ("sent", as_usual["sent"]),
         ("less traffic", _ratio(lambda group: group.ratio)),
         ("payload", _ratio(lambda group: group.payload_ratio)),
-        ("step", as_usual["step"]),
     )
 
 
