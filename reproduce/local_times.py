@@ -31,6 +31,7 @@ from reproduce import local
 from reproduce.command import RESULTS, command_line, progress
 from reproduce.groups import DENSE, NOTHING
 from reproduce.local_rows import at_other_length
+from reproduce.local_words import shortly
 from reproduce.pairs import student
 from reproduce.pictures import Bar, Panel, embedded, write
 from reproduce.report import pictures_of, ran_on, source
@@ -134,7 +135,7 @@ class Line:
         if not values:
             return NOTHING
         said = f"{statistics.mean(values):.1f}"
-        if len(set(values)) == 1:  # of one seed, or the same steps by definition
+        if math.isclose(min(values), max(values)):  # of one seed, or the same steps by definition
             return said
         return f"{said} ± {_half(values):.1f}"
 
@@ -252,7 +253,7 @@ _HEADINGS = ("method", "step", "computing", "sent", "steps", "time", "× faster"
 def _cells(line: Line) -> tuple[str, ...]:
     unreached = f"not in {line.trained:,}" if line.trained else NOTHING
     return (
-        line.method,
+        shortly(line.method),
         format_seconds(line.step_s),
         f"{min(1.0, line.computing):.0%}",
         format_bytes(line.sent_bytes) if line.method != COMPUTING else NOTHING,
@@ -303,7 +304,7 @@ def _panels(found: Sequence[Line]) -> list[Panel]:
             "time to the loss; lower is better",
             [
                 Bar(
-                    line.method,
+                    shortly(line.method),
                     line.seconds,
                     (f"not in {line.trained:,} steps" if line.trained else "not trained")
                     if line.seconds is None
@@ -333,14 +334,16 @@ def page(record: Mapping[str, Any], path: Path) -> None:
         reached = [line for line in own if line.seconds is not None]
         if reached:
             first, least = own[0], min(reached, key=lambda line: line.seconds or math.inf)
-            said = f"behind {_links(rate)} `{least.method}` was first, in {format_seconds(least.seconds or 0.0)}"
+            said = (
+                f"behind {_links(rate)} {shortly(least.method)} were first, in {format_seconds(least.seconds or 0.0)}"
+            )
             if least.faster and least is not first:
                 said += f" and {least.factor} times as fast as DDP in 32 bits"
-            near = [f"`{line.method}`" for line in reached if line is not least and not _resolved(line, least)]
+            near = [shortly(line.method) for line in reached if line is not least and not _resolved(line, least)]
             if len(least.steps) == 1:
                 said += " (of one seed)"
             elif near:
-                said += f" (not resolved from it: {', '.join(near)})"
+                said += f" (not resolved from these: {'; '.join(near)})"
             best.append(said)
     out = ["# Time to a loss", ""]
     out += [
