@@ -1,4 +1,4 @@
-"""The guide to saved activations says where 8 bits err more, and by how much: its figures, computed again."""
+"""The page about saved activations says where 8 bits err more, and by how much: its figures, computed again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import narrowband as nb
 
-PAGE = (Path(__file__).parent.parent.parent / "docs/how-to/activations.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs/explanation/activations.md").read_text()
 
 
 class Vocabulary(nn.Module):
