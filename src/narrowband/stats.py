@@ -64,7 +64,17 @@ Record = TypeVar("Record", bound=StepRecord)
 
 @dataclass(frozen=True)
 class Stats(Generic[Record]):
-    """Totals since the start (or since the state was loaded), and the last step."""
+    """Totals since the start (or since the state was loaded), and the last step.
+
+    Attributes:
+        total: the sum of all steps.
+        last: the last step alone.
+
+    Example:
+        >>> stats = handle.stats()
+        >>> stats.total.sent_bytes <= stats.total.raw_bytes
+        True
+    """
 
     total: Record
     last: Record

@@ -33,6 +33,12 @@ class Accordion(Policy):
         eta: the share of change from which a regime is critical (0.5 in the paper).
         every: steps between decisions (10 epochs in the paper).
         warmup_steps: steps before the first decision, which are not compressed.
+
+    Raises:
+        ValueError: a spec or a number that cannot be.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, nb.Accordion("powersgd:rank=4", "powersgd:rank=1", every=100))
     """
 
     low: str

@@ -37,6 +37,13 @@ class KMeans(Policy):
         every: steps between decisions.
         warmup_steps: steps before the first decision, which are not compressed.
         seed: of k-means.
+
+    Raises:
+        ValueError: a spec or a number that cannot be.
+        UnsupportedError: scikit-learn is not installed.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, nb.KMeans("powersgd:rank=4", every=100))
     """
 
     reference: str

@@ -93,7 +93,16 @@ class Policy(ABC):
 
 @dataclass
 class Constant(Policy):
-    """The same for all layers: what others are compared with."""
+    """The same for all layers: what others are compared with.
+
+    Args:
+        spec: what every layer has.
+        every: steps between decisions, which change nothing.
+        warmup_steps: steps at the beginning that are not compressed.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, nb.Constant("qsgd:bits=4"))
+    """
 
     spec: str
     every: int = 1_000_000
@@ -124,6 +133,9 @@ class GlobalTopK(Policy):
         feedback: what stands behind ``topk`` in layers' specs.
         every: steps between decisions.
         warmup_steps: steps before the first decision, which are not compressed.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, nb.GlobalTopK(0.01, every=100))
     """
 
     density: float
@@ -164,6 +176,9 @@ class HardThreshold(Policy):
         steps: how many gradients were added up.
         every: steps between decisions, which only take stock.
         warmup_steps: steps before the first decision, which are not compressed.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, nb.HardThreshold(1e-3))
     """
 
     value: float

@@ -21,6 +21,10 @@ class LayerStats:
             that it can be.
         relative_error: as :class:`StepStats` has it, of this layer in the latest step that measured it; None before.
         residual_norm: ‖residual‖, of what this rank has not sent yet; None where there is none.
+
+    Example:
+        >>> for name, own in handle.layer_stats().items():
+        ...     print(name, own.spec, own.sent_bytes)
     """
 
     spec: str

@@ -55,7 +55,12 @@ class _Cast(Codec):
 
 @dataclass(frozen=True)
 class Identity(_Cast):
-    """The tensor as it is."""
+    """The tensor as it is.
+
+    Example:
+        >>> nb.codec("none").payload_nbytes((1000, 1000))
+        4000000
+    """
 
     name: ClassVar[str] = "none"
     exact: ClassVar[bool] = True

@@ -55,6 +55,10 @@ class LowRank(Codec):
     Args:
         rank: columns of the two factors.
         iterations: rounds of power iteration; each after the first comes closer to the best approximation.
+
+    Example:
+        >>> nb.codec("lowrank:rank=4").payload_nbytes((1000, 1000))  # 4 columns of 1000 for each factor
+        32000
     """
 
     name: ClassVar[str] = "lowrank"

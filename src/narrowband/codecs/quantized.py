@@ -140,6 +140,10 @@ class Uniform(GroupedCodec):
         symmetric: levels around zero, up to the group's largest magnitude; zero is kept exactly.
         scope: ``group``, or ``tensor``: all of a tensor is one group, however large, as in Rudakov et al. (arXiv
             2401.07788). One outlier is then enough to make the levels coarse for all; and one thread does the work.
+
+    Example:
+        >>> nb.codec("uniform:bits=8").payload_nbytes((1000, 1000))  # 8 bits each, and 8 bytes for 128
+        1062504
     """
 
     name: ClassVar[str] = "uniform"
@@ -177,6 +181,10 @@ class QSGD(GroupedCodec):
         bits: 2–8 per element, sign included.
         bucket: elements that share a norm; each bucket costs 4 bytes.
         norm: ``max`` (smaller error) or ``l2`` (the paper's analysis).
+
+    Example:
+        >>> nb.codec("qsgd:bits=4").payload_nbytes((1000, 1000))  # 4 bits each, and 4 bytes for 128
+        531252
     """
 
     name: ClassVar[str] = "qsgd"
@@ -204,6 +212,10 @@ class Sign(GroupedCodec):
 
     Args:
         bucket: elements that share a mean magnitude; each bucket costs 4 bytes.
+
+    Example:
+        >>> nb.codec("sign").roundtrip(torch.tensor([3.0, -1.0]), seed=0)  # the mean magnitude is 2
+        tensor([ 2., -2.])
     """
 
     name: ClassVar[str] = "sign"

@@ -94,6 +94,10 @@ class TopK(SelectingCodec):
         mean: over all ``ranks``; or, element by element, over its ``senders``: those that kept it. Where hardly any two
             ranks keep the same elements, the mean over all is a step as short as 1/N of what was sent, and their sum is
             N times too long where all do; over its senders each element goes as far as it is known to.
+
+    Example:
+        >>> nb.codec("topk:density=0.5").roundtrip(torch.tensor([3.0, -1.0, 0.5, -4.0]), seed=0)
+        tensor([ 3.,  0.,  0., -4.])
     """
 
     name: ClassVar[str] = "topk"
@@ -364,6 +368,10 @@ class Threshold(Codec):
 
     Args:
         value: the smallest magnitude that is kept.
+
+    Example:
+        >>> nb.codec("threshold:value=1.0").roundtrip(torch.tensor([3.0, -1.0, 0.5, -4.0]), seed=0)
+        tensor([ 3., -1.,  0., -4.])
     """
 
     name: ClassVar[str] = "threshold"
@@ -457,6 +465,10 @@ class RandomK(Codec):
 
     Args:
         density: the share of elements that is kept.
+
+    Example:
+        >>> int((nb.codec("randomk:density=0.25").roundtrip(torch.ones(8), seed=0) != 0).sum())
+        2
     """
 
     name: ClassVar[str] = "randomk"

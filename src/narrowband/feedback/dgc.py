@@ -101,6 +101,9 @@ class DGC(Feedback):
             the residual.
         indices: how they are written: see :class:`~narrowband.codecs.TopK`.
         store: what the sums of a layer are kept in between steps: ``fp32``, ``bf16`` or ``int8``.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, "dgc:density=0.01,warmup_steps=100")
     """
 
     name: ClassVar[str] = "dgc"

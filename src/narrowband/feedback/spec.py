@@ -70,6 +70,15 @@ class Compression:
 
     Raises:
         UnsupportedError: the feedback cannot stand behind that codec.
+
+    Attributes:
+        codec: turns tensors into bytes.
+        feedback: keeps what the codec loses; None: nobody does.
+
+    Example:
+        >>> chosen = nb.compression("topk:density=0.01+ef")
+        >>> str(chosen.codec), str(chosen)
+        ('topk:density=0.01', 'topk:density=0.01+ef')
     """
 
     codec: Codec
