@@ -151,7 +151,8 @@ def what_is_said(rank, world_size):
     said = {}
     for name, make, arguments in (
         ("nothing to compress", mlp, {"spec": "topk:density=0.01", "min_numel": 10**6}),
-        ("only vectors", lambda: nn.LayerNorm((40, 40)), {"spec": "topk:density=0.01"}),
+        ("only norms", lambda: nn.LayerNorm((40, 40)), {"spec": "topk:density=0.01"}),
+        ("only float64", lambda: nn.Linear(64, 64).double(), {"spec": "topk:density=0.01"}),
         ("one vector", mlp, {"spec": "topk:density=0.01+ef", "min_numel": 10**6, "small": "fused"}),
         ("too dense", mlp, {"spec": "topk:density=1.0", "min_numel": 64}),
         ("worth it", mlp, {"spec": "topk:density=0.01+ef", "min_numel": 64}),
@@ -171,7 +172,8 @@ def test_what_makes_no_sense_is_said_by_one_rank():
     assert said["worth it"] == said["one vector"] == said["as they are"] == []
     assert len(said["nothing to compress"]) == 1
     assert "nothing to compress" in said["nothing to compress"][0]
-    assert "nothing to compress" in said["only vectors"][0]
+    for matrices_of_enough_elements in ("only norms", "only float64"):
+        assert "in float32, float16 or bfloat16, norms aside, has two dim" in said[matrices_of_enough_elements][-1]
     assert len(said["too dense"]) == 1
     assert "do not compress, or keep less" in said["too dense"][0]
     assert "topk:density=1.0 among 2 ranks sends 12" in said["too dense"][0]

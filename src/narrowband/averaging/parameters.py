@@ -185,7 +185,8 @@ class Parameters:
             )
         if not self.shapes and not any(vector.compressed for vector in self.vectors):
             found.append(
-                f"nothing to compress: no parameter has 2 dimensions and at least min_numel={self._min_numel} elements"
+                "nothing to compress: no parameter in float32, float16 or bfloat16, norms aside, has two dimensions or "
+                f"more and at least min_numel={self._min_numel} elements"
             )
         return found
 
