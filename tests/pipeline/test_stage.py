@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import narrowband as nb
+from narrowband.pipeline.transfers import Transfers
 from tests.pipeline.stages import CPU, MICROBATCHES, STEPS, batch, ids, loss_fn, parts, run_step, schedule_of
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
@@ -237,11 +238,11 @@ def test_a_step_ends_when_its_messages_have_arrived(name):
 
 def by_the_schedule(rank, world_size, name, forward, backward):
     """As on a GPU, where schedules send and receive."""
-    before, nb.CompressedStage._by_itself = nb.CompressedStage._by_itself, False
+    before, Transfers.by_itself = Transfers.by_itself, False
     try:
         return on_ranks(rank, world_size, name, forward, backward)
     finally:  # this process is a rank of other tests, too
-        nb.CompressedStage._by_itself = before
+        Transfers.by_itself = before
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])

@@ -2,6 +2,7 @@
 
 ===================  ===============================================================================
 :mod:`.stage`        a stage of PyTorch's pipeline engine that sends and receives payloads
+:mod:`.transfers`    what it sends and receives while it computes
 :mod:`.boundary`     the same between two layers of one process
 :mod:`.pairs`        the channels of a boundary
 :mod:`.channel`      one tensor in one direction: order, warm-up, statistics, state

@@ -4,22 +4,16 @@
 bubble) ask it for what to send and where to receive, and get payloads where there would have been tensors. Everything
 else is theirs: order, autograd, DDP around a stage's module.
 
-On the CPU the stage sends and receives by itself, and schedules are told that there is nothing to do. gloo moves a
-message when both ends have asked for it, and 1F1B asks for what it needs next and waits, for its own sends, too: links
-would idle while stages compute, and stages while links work. So a stage asks for the next messages before it needs
-them, and waits for its sends when the step ends. Each message has a tag of its own, so their order is free. On GPUs
-waiting holds up a stream and not the process, and schedules do it all. So they do on the CPU once schedules with
-different numbers of micro-batches run a stage, which then cannot know how many messages the next step has.
+On the CPU the stage sends and receives by itself, while it computes (:mod:`.transfers`), and schedules are told that
+there is nothing to do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
@@ -27,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowband.averaging.several import averaging_of
 from narrowband.errors import UnsupportedError
-from narrowband.pipeline.agreement import exchange_bytes
+from narrowband.pipeline.agreement import Neighbour, agree
 from narrowband.pipeline.channel import At, Channel, ChannelStats
 from narrowband.pipeline.pairs import ChannelPairs, compressible
+from narrowband.pipeline.transfers import AHEAD, BACKWARD, FORWARD, Transfers
 from narrowband.pipeline.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -41,14 +36,6 @@ if TYPE_CHECKING:
     Specs = str | Codec | Compression | Sequence[str | Codec | Compression]
 
 __all__ = ["CompressedStage"]
-
-
-#: Directions: of activations, and of their gradients.
-_FORWARD, _BACKWARD = 0, 1
-
-#: How many micro-batches are asked for before they are needed: one to arrive while one is computed with, and one more
-#: for when a stage is late.
-_AHEAD = 2
 
 
 class _Arriving(NamedTuple):
@@ -149,18 +136,13 @@ class CompressedStage(PipelineStage):
                 warm_up(there[at], back[at])
         self.compress_in_eval = compress_in_eval
         self._step = -1
-        #: How many micro-batches a step of each schedule has that runs this stage.
-        self._numbers: set[int] = set()
+        self._transfers = Transfers(stage_index, num_stages, torch.device(device))
         self._agreed = False
         self.samples: Tensor | None = None
         #: Those of this step's batch.
         self._whole: Tensor | None = None
-        #: By direction and micro-batch: what is on its way; all that was asked for in this step.
+        #: By direction and micro-batch: what is on its way.
         self._arriving: dict[tuple[int, int], list[_Arriving]] = {}
-        self._asked: set[tuple[int, int]] = set()
-        #: By direction: what was sent in this step and has not been waited for, a list for each micro-batch.
-        self._leaving: tuple[list[list[tuple[dist.Work, Tensor]]], ...] = ([], [])
-        self._backwards = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins, from 0 on, where warm-up counts epochs. Call on all ranks."""
@@ -175,7 +157,7 @@ class CompressedStage(PipelineStage):
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         metas = self._metas_of_outputs()
         numbers = [n for n, stages in self.act_send_info.items() for stage in stages if stage is not None]
-        return self._send(self._packed(ops, numbers, metas, _FORWARD, fwd_chunk_id), _FORWARD, fwd_chunk_id)
+        return self._send(self._packed(ops, numbers, metas, FORWARD, fwd_chunk_id), FORWARD, fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """What to send of the gradients of a micro-batch's inputs."""
@@ -184,28 +166,26 @@ class CompressedStage(PipelineStage):
             return ops
         metas = [self._meta_of_gradient(n) for n in range(len(self.grad_send_info or ()))]
         numbers = [n for n, stage in enumerate(self.grad_send_info or ()) if stage is not None and metas[n] is not None]
-        return self._send(self._packed(ops, numbers, metas, _BACKWARD, bwd_chunk_id), _BACKWARD, bwd_chunk_id)
+        return self._send(self._packed(ops, numbers, metas, BACKWARD, bwd_chunk_id), BACKWARD, bwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Where to receive a micro-batch's activations."""
-        return self._receive(_FORWARD, fwd_chunk_id)
+        return self._receive(FORWARD, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Where to receive the gradients of a micro-batch's outputs."""
-        return self._receive(_BACKWARD, bwd_chunk_id)
+        return self._receive(BACKWARD, bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch forward."""
-        self._unpack(_FORWARD, fwd_chunk_id)
+        self._unpack(FORWARD, fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch backward."""
-        self._unpack(_BACKWARD, bwd_chunk_id)
+        self._unpack(BACKWARD, bwd_chunk_id)
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._backwards += 1
-        if self._by_itself and self._backwards == self._microbatches:
-            self._wait_for_sends(_FORWARD)  # gradients came back: activations have long arrived
+        self._transfers.went_backward()
         return result
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
@@ -273,10 +253,7 @@ class CompressedStage(PipelineStage):
         """A new step begins."""
         super().clear_runtime_states()
         self._arriving.clear()
-        self._asked.clear()
-        self._backwards = 0
-        for leaving in self._leaving:
-            leaving.clear()
+        self._transfers.begin()
         if not self._agreed:
             self._agreed = True
             self._agree()
@@ -300,7 +277,7 @@ class CompressedStage(PipelineStage):
                 "a CompressedStage sends plain tensors, and a DTensor crosses this boundary: convert it, or use "
                 "PipelineStage"
             )
-        self._numbers.add(num_microbatches)
+        self._transfers.numbers.add(num_microbatches)
         return result
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -347,46 +324,31 @@ class CompressedStage(PipelineStage):
 
     def _send(self, ops: list[dist.P2POp], direction: int, microbatch: int) -> list[dist.P2POp]:
         """Send, and return what is left for the schedule to send."""
-        if not self._by_itself:
+        if not self._transfers.by_itself:
             return ops
-        tag = self._tag(self.stage_index - direction, direction, microbatch)
-        leaving = self._leaving[direction]
-        leaving.append([(_started(dist.isend, op, tag, group_dst=op.group_peer), op.tensor) for op in ops])
-        # Of a step in training, activations are waited for when the last gradient has come back.
-        if len(leaving) == self._microbatches and (direction == _BACKWARD or not self.has_backward):
-            self._wait_for_sends(direction)
+        self._transfers.send(ops, direction, microbatch, training=self.has_backward)
         return []
-
-    def _wait_for_sends(self, direction: int) -> None:
-        """Wait until what was sent has arrived."""
-        for sent in self._leaving[direction]:
-            for work, _ in sent:
-                work.wait()
-        self._leaving[direction].clear()
 
     def _receive(self, direction: int, microbatch: int) -> list[dist.P2POp]:
         """Begin to receive a micro-batch and those after it, and return what is left for the schedule to receive."""
-        if not self._by_itself:
+        if not self._transfers.by_itself:
             return self._expect(direction, microbatch)
         side = self._behind if direction else self._before
         # How long a message of aq-sgd is depends on what those before it have brought.
-        ahead = 0 if side is None or side.of(0)[direction].by_sample else _AHEAD
-        for coming in range(microbatch, min(microbatch + ahead + 1, self._microbatches)):
-            if (direction, coming) not in self._asked:
-                self._asked.add((direction, coming))
-                self._expect(direction, coming)
+        ahead = 0 if side is None or side.of(0)[direction].by_sample else AHEAD
+        for coming in self._transfers.coming(direction, microbatch, ahead):
+            self._expect(direction, coming)
         return []
 
     def _expect(self, direction: int, microbatch: int) -> list[dist.P2POp]:
         """Make room for what a micro-batch brings; the operations that receive it."""
-        if direction == _BACKWARD:
+        if direction == BACKWARD:
             ops = super().get_bwd_recv_ops(microbatch)
             infos, side = self.grad_recv_info[microbatch] if ops else (), self._behind
         else:
             ops, infos, side = super().get_fwd_recv_ops(microbatch), self.args_recv_info[microbatch], self._before
         numbers = [n for n, info in enumerate(infos) if _is_received(info)]
         arriving = self._arriving[direction, microbatch] = []
-        tag = self._tag(self.stage_index - 1 + direction, direction, microbatch)
         for op, number in zip(ops, numbers, strict=True):
             place, channel = op.tensor, None
             if self._compresses(place):
@@ -397,7 +359,7 @@ class CompressedStage(PipelineStage):
                     samples=self._samples(channel, microbatch, place), training=self.has_backward,
                 )  # fmt: skip
                 op.tensor = torch.empty(nbytes, dtype=torch.uint8, device=place.device)
-            work = _started(dist.irecv, op, tag, group_src=op.group_peer) if self._by_itself else None
+            work = self._transfers.receive(op, direction, microbatch) if self._transfers.by_itself else None
             arriving.append(_Arriving(channel, op.tensor, place, work))
         return ops
 
@@ -412,25 +374,6 @@ class CompressedStage(PipelineStage):
                     payload, place.detach(), self._at(microbatch), samples=samples, training=self.has_backward
                 )  # fmt: skip
 
-    @property
-    def _by_itself(self) -> bool:
-        """Whether this stage sends and receives, and not its schedule.
-
-        For that it has to know how many micro-batches a step has. A schedule says so before its first step, and never
-        says which of several schedules runs a later one.
-        """
-        return self.device.type == "cpu" and len(self._numbers) == 1
-
-    @property
-    def _microbatches(self) -> int:
-        """How many a step has, where all schedules agree on it."""
-        (number,) = self._numbers
-        return number
-
-    def _tag(self, boundary: int, direction: int, microbatch: int) -> int:
-        """Of a message: no other one of a step has it. PyTorch's own have 0."""
-        return 1 + 2 * (microbatch * (self.num_stages - 1) + boundary) + direction
-
     def _compresses(self, x: Tensor) -> bool:
         return compressible(x) and (self.has_backward or self.compress_in_eval)
 
@@ -443,8 +386,8 @@ class CompressedStage(PipelineStage):
             return None
         assert self._whole is not None
         size = x.shape[0] if x.dim() else 1
-        if len(self._whole) not in [number * size for number in self._numbers]:
-            numbers = " or ".join(map(str, sorted(self._numbers)))
+        if len(self._whole) not in [number * size for number in self._transfers.numbers]:
+            numbers = " or ".join(map(str, sorted(self._transfers.numbers)))
             raise ValueError(
                 f"stage.samples has {len(self._whole)} ids, and a batch is {numbers} micro-batches of {size} samples: "
                 "set it to one id for each sample of the whole batch"
@@ -458,31 +401,11 @@ class CompressedStage(PipelineStage):
         for side, other in ((self._before, self.stage_index - 1), (self._behind, self.stage_index + 1)):
             if side is None or self.stage_index_to_group_rank[other] == self.group_rank:
                 continue
-            own = json.dumps([*side.identity(), self.compress_in_eval, self._step])
-            theirs = self._exchanged(own.encode(), other).decode()
-            if theirs != own:
-                raise ValueError(
-                    f"stages {self.stage_index} and {other} do not agree on [forward, backward, configuration, "
-                    f"compress_in_eval, steps done]: {own} here, {theirs} there. Give all stages the same, and states "
-                    "of one step"
-                )
-            for channel in side:
-                self._agree_on_samples(channel, other)
-
-    def _agree_on_samples(self, channel: Channel, other: int) -> None:
-        own = channel.reference_ids()
-        if own is None:
-            return
-        theirs = self._exchanged(own.cpu().numpy().tobytes(), other)
-        ids = torch.from_numpy(np.frombuffer(bytearray(theirs), np.int64))
-        channel.keep_only(own[torch.isin(own, ids)])
-
-    def _exchanged(self, message: bytes, other: int) -> bytes:
-        """Send a message to a neighbour, and receive its."""
-        peer = self.stage_index_to_group_rank[other]
-        if self.group is not None:
-            peer = dist.get_global_rank(self.group, peer)
-        return exchange_bytes(message, peer, self.group, self.device, sends_first=other > self.stage_index)
+            rank = self.stage_index_to_group_rank[other]
+            if self.group is not None:
+                rank = dist.get_global_rank(self.group, rank)
+            neighbour = Neighbour(self.stage_index, other, rank, self.group, self.device)
+            agree(neighbour, side, compress_in_eval=self.compress_in_eval, step=self._step)
 
     # ---- versions of PyTorch -----------------------------------------------------------------------------------------
 
@@ -552,13 +475,6 @@ def _as_it_is(x: Tensor) -> Tensor:
 def _is_received(info: Any) -> bool:
     """Whether an input comes from another stage; in 2.11, what does not is of another class."""
     return not getattr(info, "is_root_arg", False) and getattr(info, "buffer", None) is not None
-
-
-def _started(call: Callable[..., dist.Work | None], op: dist.P2POp, tag: int, **peer: int) -> dist.Work:
-    """An operation that goes on while others begin."""
-    work = call(op.tensor, group=op.group, tag=tag, **peer)
-    assert work is not None  # it would be of a rank that is not in the group
-    return work
 
 
 def _each(specs: Any, number: int, name: str) -> list[Any]:
