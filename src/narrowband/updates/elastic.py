@@ -327,7 +327,7 @@ class ElasticUpdateCompression(UpdateCompression):
             },
             "kinds": {name: type(state) for name, state in self.layers.states.items()},
             "specs": self.layers.override_texts(),
-            "length": self._measured(),
+            "length": self._saved.lengths(),
             "step": self._step,
         }
 
@@ -335,7 +335,7 @@ class ElasticUpdateCompression(UpdateCompression):
         """Undo an exchange; feedback follows when peers are connected again."""
         for update, copy in zip(self._whole.updates, before["updates"], strict=True):
             update.copy_(copy)
-        self._load_measured(before["length"])
+        self._saved.load_lengths(before["length"])
         self._step = before["step"]
 
     # ---- connections -------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ class ElasticUpdateCompression(UpdateCompression):
                     "seed": self._seed,
                     "specs": self.layers.override_texts(),
                     "outer": None if self.outer is None else self.outer.state_dict(),
-                    "length": self._measured(),
+                    "length": self._saved.lengths(),
                     "digests": digests,
                 }
             ]
@@ -418,7 +418,7 @@ class ElasticUpdateCompression(UpdateCompression):
             self.layers.set(first["specs"])
             if self.outer is not None:
                 self.outer.load_state_dict(first["outer"])
-            self._load_measured(first["length"])
+            self._saved.load_lengths(first["length"])
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -40,7 +40,7 @@ from narrowband.kernels.compiling import announced
 from narrowband.updates.averaged import Averaged, some
 from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, due_after, split
 from narrowband.updates.length import MeasuredLength
-from narrowband.updates.state import Expected, check_updates, moment_of
+from narrowband.updates.state import SavedRounds, UnderWay
 from narrowband.updates.stepping import facts_of, in_training, watch
 
 if TYPE_CHECKING:
@@ -79,23 +79,6 @@ class Rounds:
     residuals: Literal["apart", "in-place"] = "apart"
 
 
-@dataclass(eq=False)
-class _UnderWay:
-    """A fragment on its way, while the replica trains on.
-
-    Attributes:
-        at: which.
-        futures: of its groups.
-        sample: what its length will be measured by.
-        steps: that this replica has taken since.
-    """
-
-    at: int
-    futures: list[torch.futures.Future[Tensor]] = field(default_factory=list)
-    sample: Tensor | None = None
-    steps: int = 0
-
-
 class UpdateCompression(Handle):
     """The handle of :func:`compress_updates`. ``repr(handle)`` says what it does and what it has saved.
 
@@ -126,7 +109,7 @@ class UpdateCompression(Handle):
         self._check_next = False
         self._last_length = 1.0  # of a handle that was removed
         self._scaled_by = 1.0  # by which this replica's last update was scaled
-        self._under_way: _UnderWay | None = None
+        self._under_way: UnderWay | None = None
         self._in_round: tuple[Sequence[Fragment], bool] = ((), True)
         self._averaged = Averaged(model, rounds.buffers)
         self.outer: Optimizer | None = None
@@ -144,6 +127,9 @@ class UpdateCompression(Handle):
 
         tensors = self._averaged.tensors()
         self._fragments = [self._fragment(names, tensors, at) for at, names in enumerate(self._split(tensors))]
+        self._saved = SavedRounds(
+            self._fragments, self.every, rounds.split, rounds.residuals, rounds.overlap, self.outer
+        )
         self._begin_with_the_first()
         for fragment in self._fragments:
             fragment.keep(tensors, parameters=False)
@@ -440,7 +426,7 @@ class UpdateCompression(Handle):
         fragment = self._fragments[at]
         brings = self._are_brought([fragment], tensors, finite=[fragment.take_a_copy(tensors)])
         sample = self._sample(fragment, float(brings))
-        self._under_way = _UnderWay(at, self._send([fragment], waiting=False), sample)
+        self._under_way = UnderWay(at, self._send([fragment], waiting=False), sample)
 
     def _wait(self) -> None:
         """Until the fragment that is under way has its means, which are applied later."""
@@ -512,43 +498,9 @@ class UpdateCompression(Handle):
         Right after :meth:`average` it is small, and another number of replicas can load it. Otherwise it holds the
         parameters of the last round, too, and the means of a fragment that is under way.
         """
-        state = super().state_dict()
-        tensors = self._averaged.tensors()
-        anchors: dict[str, Tensor] = {}
-        for fragment in self._fragments:
-            if fragment.anchored:
-                anchors |= fragment.copies(tensors)
-        sent = self._under_way
-        return state | {
-            "updates": {
-                "every": self.every,
-                "fragments": len(self._fragments),
-                "split": self._rounds.split,
-                "residuals": self._rounds.residuals,
-                "steps": self._steps,
-                "anchor": anchors,
-                "under way": None
-                if sent is None
-                else {
-                    "at": sent.at,
-                    "sample": sent.sample,
-                    "steps": sent.steps,
-                    "means": self._fragments[sent.at].copies(tensors, of_updates=True),
-                },
-                "outer": None if self.outer is None else self.outer.state_dict(),
-                "length": self._measured(),
-                "skipped": self._skipped,
-            }
-        }
-
-    def _measured(self) -> list[dict[str, float]]:
-        """The states of lengths that are measured."""
-        return [each.length.state_dict() for each in self._fragments if isinstance(each.length, MeasuredLength)]
-
-    def _load_measured(self, states: Sequence[Mapping[str, float]]) -> None:
-        lengths = [each.length for each in self._fragments if isinstance(each.length, MeasuredLength)]
-        for length, state in zip(lengths, states, strict=True):
-            length.load_state_dict(state)
+        state, tensors = super().state_dict(), self._averaged.tensors()
+        steps, skipped, under_way = self._steps, self._skipped, self._under_way
+        return state | {"updates": self._saved.written(tensors, steps=steps, skipped=skipped, under_way=under_way)}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on where :meth:`state_dict` was taken. Call on all ranks, with the model's and the optimizer's states.
@@ -564,21 +516,7 @@ class UpdateCompression(Handle):
         super().load_state_dict(state)
         mine = self._own_updates(state)
         self._steps, self._skipped = mine["steps"], mine["skipped"]
-        if self.outer is not None:
-            self.outer.load_state_dict(mine["outer"])
-        self._load_measured(mine["length"])
-        sent = mine["under way"]
-        self._under_way = None
-        if sent is not None:
-            sample = None if sent["sample"] is None else sent["sample"].to(self.device)
-            self._under_way = _UnderWay(sent["at"], sample=sample, steps=sent["steps"])
-        tensors = self._averaged.tensors()
-        for at, fragment in enumerate(self._fragments):
-            if fragment.names[0] in mine["anchor"]:
-                fragment.load(tensors, mine["anchor"], sent["means"] if sent is not None and sent["at"] == at else None)
-            else:
-                fragment.anchored = False
-                fragment.keep(tensors, parameters=False)
+        self._under_way = self._saved.read(mine, self._averaged.tensors(), self.device)
 
     def _own_updates(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """This rank's part of a state that can be loaded."""
@@ -592,7 +530,7 @@ class UpdateCompression(Handle):
 
     def _moment_of(self, state: Mapping[str, Any]) -> Facts:
         """Where between two rounds a state was saved, if replicas have to be there together."""
-        return moment_of(state, self._fragments)
+        return self._saved.moment_of(state)
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
         found = super()._loadable(state)
@@ -613,11 +551,7 @@ class UpdateCompression(Handle):
         return found
 
     def _check_updates(self, state: Mapping[str, Any]) -> None:
-        expected = Expected(
-            self.every, self._rounds.split, self._rounds.residuals, self._rounds.overlap, self.outer,
-            len(self._measured()),
-        )  # fmt: skip
-        check_updates(state, expected, self._fragments, self._averaged.tensors())
+        self._saved.check(state, self._averaged.tensors())
 
 
 def check_in_place(specs: Iterable[str | Compression]) -> None:

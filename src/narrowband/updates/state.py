@@ -1,4 +1,5 @@
-"""What a saved state of rounds has to be, so that a run can go on from it.
+"""What a saved state of rounds holds: how it is written, what it has to be so that a run can go on from it, and how it
+is read.
 
 Everything is looked at before anything is loaded: a state that does not fit changes nothing.
 """
@@ -6,11 +7,14 @@ Everything is looked at before anything is loaded: a state that does not fit cha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from narrowband.averaging.flat import real
 from narrowband.updates.fragments import due_after
+from narrowband.updates.length import MeasuredLength
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,117 +22,192 @@ if TYPE_CHECKING:
 
     from narrowband.updates.fragments import Fragment
 
-__all__ = ["Expected", "check_updates", "moment_of"]
+__all__ = ["SavedRounds", "UnderWay"]
 
 _KEYS = {"every", "fragments", "split", "steps", "anchor", "under way", "outer", "length", "skipped"}
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What the handle that loads a state was set up with; see :func:`~narrowband.compress_updates`.
+@dataclass(eq=False)
+class UnderWay:
+    """A fragment on its way, while the replica trains on.
 
     Attributes:
+        at: which.
+        futures: of its groups.
+        sample: what its length will be measured by.
+        steps: that this replica has taken since.
+    """
+
+    at: int
+    futures: list[torch.futures.Future[Tensor]] = field(default_factory=list)
+    sample: Tensor | None = None
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class SavedRounds:
+    """The part of a handle's state that is about its rounds; see :func:`~narrowband.compress_updates`.
+
+    Attributes:
+        fragments: of the model, in their order.
         every: optimizer steps from one round to the next.
         split: how the model is divided into fragments.
         residuals: where they wait.
         overlap: steps that a fragment may be under way.
         outer: the optimizer of the outer step, if there is one.
-        lengths: how many are measured.
     """
 
+    fragments: Sequence[Fragment]
     every: int
     split: str
     residuals: str
     overlap: int
     outer: Optimizer | None
-    lengths: int
+
+    def written(
+        self, tensors: Mapping[str, Tensor], *, steps: int, skipped: int, under_way: UnderWay | None
+    ) -> dict[str, Any]:
+        """A rank's state.
+
+        Args:
+            tensors: what is averaged, by name.
+            steps: since the last round.
+            skipped: updates that were not finite.
+            under_way: the fragment that is.
+        """
+        anchors: dict[str, Tensor] = {}
+        for fragment in self.fragments:
+            if fragment.anchored:
+                anchors |= fragment.copies(tensors)
+        return {
+            "every": self.every,
+            "fragments": len(self.fragments),
+            "split": self.split,
+            "residuals": self.residuals,
+            "steps": steps,
+            "anchor": anchors,
+            "under way": None
+            if under_way is None
+            else {
+                "at": under_way.at,
+                "sample": under_way.sample,
+                "steps": under_way.steps,
+                "means": self.fragments[under_way.at].copies(tensors, of_updates=True),
+            },
+            "outer": None if self.outer is None else self.outer.state_dict(),
+            "length": self.lengths(),
+            "skipped": skipped,
+        }
+
+    def read(self, own: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> UnderWay | None:
+        """Take fragments, their lengths and the outer optimizer from a rank's state that was checked; the fragment that
+        is under way.
+        """
+        if self.outer is not None:
+            self.outer.load_state_dict(own["outer"])
+        self.load_lengths(own["length"])
+        sent = own["under way"]
+        for at, fragment in enumerate(self.fragments):
+            if fragment.names[0] in own["anchor"]:
+                fragment.load(tensors, own["anchor"], sent["means"] if sent is not None and sent["at"] == at else None)
+            else:
+                fragment.anchored = False
+                fragment.keep(tensors, parameters=False)
+        if sent is None:
+            return None
+        sample = None if sent["sample"] is None else sent["sample"].to(device)
+        return UnderWay(sent["at"], sample=sample, steps=sent["steps"])
+
+    def lengths(self) -> list[dict[str, float]]:
+        """The states of lengths that are measured."""
+        return [length.state_dict() for length in self._measured]
+
+    def load_lengths(self, states: Sequence[Mapping[str, float]]) -> None:
+        """Go on from the states of lengths."""
+        for length, state in zip(self._measured, states, strict=True):
+            length.load_state_dict(state)
+
+    @property
+    def _measured(self) -> list[MeasuredLength]:
+        return [each.length for each in self.fragments if isinstance(each.length, MeasuredLength)]
+
+    def check(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """See that a rank's state can be loaded.
+
+        Args:
+            state: of the handle.
+            tensors: what is averaged, by name.
+
+        Raises:
+            ValueError: says what does not fit.
+        """
+        own = _of_rounds(state)
+        if own is None:
+            raise ValueError("the state is not of updates; pass what compress_updates' handle.state_dict() returned")
+        here = {"every": self.every, "fragments": len(self.fragments), "split": self.split}
+        for name, value in here.items():
+            if own[name] != value:
+                raise ValueError(f"the state was saved with {name}={own[name]}, and here it is {value}")
+        if (where := own.get("residuals", "apart")) != self.residuals:
+            raise ValueError(f"the state was saved with residuals={where!r}, here they are {self.residuals!r}")
+        if (own["outer"] is None) != (self.outer is None):
+            raise ValueError("the state is of another outer step: one of the two is an optimizer")
+        if self.outer is not None and _sizes(own["outer"]) != _sizes(self.outer.state_dict()):
+            raise ValueError("the state is of an outer optimizer with other parameter groups")
+        if not isinstance(own["length"], Sequence) or len(own["length"]) != len(self._measured):
+            raise ValueError("the state is of another outer step: one of the two is outer='auto'")
+        if not 0 <= own["steps"] < max(2, self.every):
+            raise ValueError(f"the state is of {own['steps']} steps after a round, and every={self.every}")
+        self._check_saved("parameters of the last round", own["anchor"], tensors, tensors)
+        anchored = [fragment.names[0] in own["anchor"] for fragment in self.fragments]
+        for at, there in enumerate(anchored):
+            # Right after its round, in which the replica waited, a fragment has none until the next step.
+            has_come = not self.overlap and own["steps"] == due_after(at, self.every, len(anchored))
+            if own["steps"] and not there and not has_come:
+                raise ValueError("the state lacks the parameters of the last round")
+        sent = own["under way"]
+        if sent is None:
+            return
+        if not self.overlap:
+            raise ValueError("the state has a fragment that is under way, and here overlap=0")
+        if not (0 <= sent["at"] < len(anchored) and anchored[sent["at"]] and sent["steps"] < self.overlap):
+            raise ValueError("the state has a fragment that is under way, which cannot be")
+        self._check_saved("means", sent["means"], self.fragments[sent["at"]].names, tensors)
+
+    def _check_saved(
+        self, what: str, saved: Mapping[str, Tensor], names: Iterable[str], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Saved tensors fit the model; those of a fragment are all there or none."""
+        wanted = set(names)
+        for fragment in self.fragments:
+            there = [name for name in fragment.names if name in wanted]
+            if not any(name in saved for name in there):
+                continue
+            for name in there:
+                x = saved.get(name)
+                if x is None or x.shape != real(tensors[name]).shape:
+                    raise ValueError(f"the state's {what} do not fit the model: {name}")
+
+    def moment_of(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Where between two rounds a handle's state was saved. Replicas that are at different places there do not come
+        to the next round together. Of what is no state of updates nothing is said here; :meth:`check` refuses it.
+        """
+        own = _of_rounds(state)
+        if own is None:
+            return {}
+        there = [str(at) for at, fragment in enumerate(self.fragments) if fragment.names[0] in own["anchor"]]
+        sent = own["under way"]
+        return {
+            "steps since the last round": str(own["steps"]),
+            "fragments that were stepped since theirs": ", ".join(there) or "none",
+            "fragment under way": "none" if sent is None else f"{sent['at']}, for {sent['steps']} steps",
+        }
 
 
-def check_updates(
-    state: Mapping[str, Any], expected: Expected, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]
-) -> None:
-    """See that a rank's state can be loaded.
-
-    Args:
-        state: of the handle.
-        expected: by the handle that loads it.
-        fragments: of the model, in their order.
-        tensors: what is averaged, by name.
-
-    Raises:
-        ValueError: says what does not fit.
-    """
+def _of_rounds(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The part of a handle's state that is about its rounds; None where it has none."""
     own = state.get("updates")
-    if not isinstance(own, Mapping) or not own.keys() >= _KEYS:
-        raise ValueError("the state is not of updates; pass what compress_updates' handle.state_dict() returned")
-    here = {"every": expected.every, "fragments": len(fragments), "split": expected.split}
-    for name, value in here.items():
-        if own[name] != value:
-            raise ValueError(f"the state was saved with {name}={own[name]}, and here it is {value}")
-    if (where := own.get("residuals", "apart")) != expected.residuals:
-        raise ValueError(f"the state was saved with residuals={where!r}, here they are {expected.residuals!r}")
-    if (own["outer"] is None) != (expected.outer is None):
-        raise ValueError("the state is of another outer step: one of the two is an optimizer")
-    if expected.outer is not None and _sizes(own["outer"]) != _sizes(expected.outer.state_dict()):
-        raise ValueError("the state is of an outer optimizer with other parameter groups")
-    if not isinstance(own["length"], Sequence) or len(own["length"]) != expected.lengths:
-        raise ValueError("the state is of another outer step: one of the two is outer='auto'")
-    if not 0 <= own["steps"] < max(2, expected.every):
-        raise ValueError(f"the state is of {own['steps']} steps after a round, and every={expected.every}")
-    _check_saved("parameters of the last round", own["anchor"], tensors, fragments, tensors)
-    anchored = [fragment.names[0] in own["anchor"] for fragment in fragments]
-    for at, there in enumerate(anchored):
-        # Right after its round, in which the replica waited, a fragment has none until the next step.
-        has_come = not expected.overlap and own["steps"] == due_after(at, expected.every, len(fragments))
-        if own["steps"] and not there and not has_come:
-            raise ValueError("the state lacks the parameters of the last round")
-    sent = own["under way"]
-    if sent is None:
-        return
-    if not expected.overlap:
-        raise ValueError("the state has a fragment that is under way, and here overlap=0")
-    if not (0 <= sent["at"] < len(anchored) and anchored[sent["at"]] and sent["steps"] < expected.overlap):
-        raise ValueError("the state has a fragment that is under way, which cannot be")
-    _check_saved("means", sent["means"], fragments[sent["at"]].names, fragments, tensors)
-
-
-def moment_of(state: Mapping[str, Any], fragments: Sequence[Fragment]) -> dict[str, str]:
-    """Where between two rounds a state was saved. Replicas that are at different places there do not come to the next
-    round together. Of what is no state of updates nothing is said here; :func:`check_updates` refuses it.
-
-    Args:
-        state: of the handle.
-        fragments: of the model, in their order.
-    """
-    own = state.get("updates")
-    if not isinstance(own, Mapping) or not own.keys() >= _KEYS:
-        return {}
-    there = [str(at) for at, fragment in enumerate(fragments) if fragment.names[0] in own["anchor"]]
-    sent = own["under way"]
-    return {
-        "steps since the last round": str(own["steps"]),
-        "fragments that were stepped since theirs": ", ".join(there) or "none",
-        "fragment under way": "none" if sent is None else f"{sent['at']}, for {sent['steps']} steps",
-    }
-
-
-def _check_saved(
-    what: str,
-    saved: Mapping[str, Tensor],
-    names: Iterable[str],
-    fragments: Sequence[Fragment],
-    tensors: Mapping[str, Tensor],
-) -> None:
-    """Saved tensors fit the model; those of a fragment are all there or none."""
-    wanted = set(names)
-    for fragment in fragments:
-        there = [name for name in fragment.names if name in wanted]
-        if not any(name in saved for name in there):
-            continue
-        for name in there:
-            x = saved.get(name)
-            if x is None or x.shape != real(tensors[name]).shape:
-                raise ValueError(f"the state's {what} do not fit the model: {name}")
+    return own if isinstance(own, Mapping) and own.keys() >= _KEYS else None
 
 
 def _sizes(state: object) -> list[int] | None:
