@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowband.kernels import cpu, reference
 from tests.kernels.backends.common import BACKENDS, FAST_BACKENDS, back, place
+from tests.kernels.tables import cpu, reference
 
 DTYPES = [torch.int32, torch.int16, torch.int8]
 SPECIAL = [0.0, -0.0, 1e-45, -1e-30, 0.5, 1.5, -2.5, 126.5, 127.5, -32767.5, 3e38, -3e38, math.inf, -math.inf, math.nan]

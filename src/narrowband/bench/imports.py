@@ -15,13 +15,13 @@ import torch.distributed
 import torch.nn.parallel  # noqa: F401
 from numba.core.registry import cpu_target
 
-import narrowband.kernels.cpu
-import narrowband.kernels.reference  # noqa: F401
+from narrowband.kernels.backends import Backend
 
 # ``torch._dynamo`` because the first optimizer of a process imports it, and Numba's types because its first loop would
 # load them.
 cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
+Backend("narrowband.kernels.cpu")
 gc.freeze()  # what is here is nobody's garbage: collections in ranks pass it by, and its pages stay shared
 
 # The server ends without shutting Python down: libraries that count what is left then (nanobind, behind Triton) would

@@ -1,12 +1,14 @@
 """Backends: tables of loops, and the choice of one by a tensor's device.
 
-A backend is a package beside ``reference``, with a file for each family. It exports the loops that it has; its table
-takes every other one from the reference. So a new backend can grow one loop at a time.
+A backend is a package beside ``reference``, with a file for each family. A loop of the reference is in ``__all__`` of
+its family's file there; a backend that has it, has it under the same name in the file of the same name. Its table takes
+every other one from the reference. So a new backend can grow one loop at a time.
 """
 
 from __future__ import annotations
 
 import os
+import pkgutil
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,8 @@ __all__ = ["Backend", "backend_for", "backend_of", "choose_anew", "fuses"]
 #: The package of loops for tensors of a device type. All others run the reference.
 PACKAGES = {"cpu": "narrowband.kernels.cpu", "cuda": "narrowband.kernels.cuda"}
 
+_REFERENCE = "narrowband.kernels.reference"
+
 #: The first GPUs that Triton compiles for, by compute capability.
 _CAPABLE = (8, 0)
 
@@ -30,18 +34,26 @@ class Backend:
 
     Attributes:
         name: The package's last name, such as ``"cpu"`` or ``"reference"``.
+        FUSES: As :func:`fuses`.
     """
 
     def __init__(self, package: str) -> None:
         self.name = package.rpartition(".")[2]
-        for source in ("narrowband.kernels.reference", package):
-            module = import_module(source)
-            for loop in module.__all__:
-                setattr(self, loop, getattr(module, loop))
+        own_families, families = (_files_of(source) for source in (package, _REFERENCE))
+        self.FUSES = import_module(package).FUSES
+        for family in families:
+            plain = import_module(f"{_REFERENCE}.{family}")
+            own = import_module(f"{package}.{family}") if family in own_families else plain
+            for loop in getattr(plain, "__all__", ()):  # what families share has none
+                setattr(self, loop, getattr(own, loop, getattr(plain, loop)))
 
     if TYPE_CHECKING:
 
         def __getattr__(self, loop: str) -> Any: ...
+
+
+def _files_of(package: str) -> list[str]:
+    return [file.name for file in pkgutil.iter_modules(import_module(package).__path__)]
 
 
 _backends: dict[str, Backend] = {}  # by package
@@ -54,11 +66,11 @@ def backend_for(device_type: str) -> Backend:
     ``NARROWBAND_KERNELS=reference`` forces plain torch everywhere, to find out whether a fast loop is at fault. It is
     read when a device type is first used.
     """
-    package = PACKAGES.get(device_type, "narrowband.kernels.reference")
+    package = PACKAGES.get(device_type, _REFERENCE)
     if device_type == "cuda" and not _has_triton():
-        package = "narrowband.kernels.reference"
+        package = _REFERENCE
     if os.environ.get("NARROWBAND_KERNELS", "") == "reference":
-        package = "narrowband.kernels.reference"
+        package = _REFERENCE
     if package not in _backends:
         _backends[package] = Backend(package)
     return _backends[package]

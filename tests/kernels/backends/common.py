@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import cpu, reference
 from narrowband.kernels.backends import Backend
+from tests.kernels.tables import cpu, reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

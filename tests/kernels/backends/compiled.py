@@ -23,7 +23,10 @@ from triton.compiler import ASTSource
 
 from narrowband import kernels
 from narrowband.errors import PayloadError
-from narrowband.kernels import Affine, Findings, Rows, Standard, Windows, cuda
+from narrowband.kernels import Affine, Findings, Rows, Standard, Windows
+from narrowband.kernels.backends import Backend
+
+cuda = Backend("narrowband.kernels.cuda")
 
 _TYPES = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int8: "*i8", torch.uint8: "*u8",

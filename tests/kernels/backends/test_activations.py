@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu.rows import _learner
 from narrowband.kernels.outliers import pieces_of
 from tests.kernels.backends.common import BACKENDS, assert_all_same, on_all
+from tests.kernels.tables import cpu, reference
 
 if TYPE_CHECKING:
     from torch import Tensor

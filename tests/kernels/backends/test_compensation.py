@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import Findings, cpu, reference
+from narrowband.kernels import Findings
 from narrowband.kernels.cpu import selection
 from tests.kernels.backends.common import (
     BACKENDS,
@@ -22,6 +22,7 @@ from tests.kernels.backends.common import (
     on_all,
     place,
 )
+from tests.kernels.tables import cpu, reference
 
 if TYPE_CHECKING:
     from torch import Tensor

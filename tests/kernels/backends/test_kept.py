@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu import kept
 from tests.kernels.backends.common import BACKENDS, assert_all_same, assert_same, back, make, place, threads
+from tests.kernels.tables import cpu, reference
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowband.kernels import cpu, reference
+from tests.kernels.tables import cpu, reference
 
 if TYPE_CHECKING:
     pass

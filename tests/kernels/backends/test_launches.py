@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowband import kernels
+from narrowband.kernels.backends import Backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     from narrowband.kernels.cuda import compensation, launching, momentum, rows, selection, sparse
 
     names: list[str] = []
+    table = Backend("narrowband.kernels.cuda")
 
     def run(loop: Any, *_arguments: Any, **_options: Any) -> None:
         names.append(loop.__name__)
@@ -55,7 +57,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def call(name: str, *arguments: Any, **options: Any) -> list[str]:
         names.clear()
         with Operators(names):
-            getattr(sys.modules["narrowband.kernels.cuda"], name)(*arguments, **options)
+            getattr(table, name)(*arguments, **options)
         return list(names)
 
     return call

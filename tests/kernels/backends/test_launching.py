@@ -11,6 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from narrowband.kernels.backends import Backend
+from tests.kernels.tables import reference
+
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 if find_spec("triton"):
@@ -158,8 +161,7 @@ def test_memory_of_tables_is_written_again_once_what_read_it_is_done() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_loops_that_are_started_again_do_the_same() -> None:
-    from narrowband.kernels import cuda, reference
-
+    cuda = Backend("narrowband.kernels.cuda")
     for repeat in range(3):
         for first in (0, 1, 2, 4):
             for n in (1, 16, 1000, 4096, 5000):

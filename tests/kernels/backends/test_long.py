@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.errors import PayloadError
-from narrowband.kernels import reference
 from tests.kernels.backends.common import BACKENDS, KINDS, assert_same, back, make, place
+from tests.kernels.tables import reference
 from tests.thorough import examples, thorough
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

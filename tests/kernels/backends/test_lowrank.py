@@ -9,7 +9,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu.lowrank import COLUMNS
 from tests.kernels.backends.common import (
     BACKENDS,
@@ -21,6 +20,7 @@ from tests.kernels.backends.common import (
     seeds,
     threads,
 )
+from tests.kernels.tables import cpu, reference
 from tests.thorough import examples
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu import momentum
 from tests.kernels.backends.common import BACKENDS, assert_all_same, back, place
+from tests.kernels.tables import cpu, reference
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import cpu, reference
 from narrowband.kernels.reference.common import uniform
 from tests.kernels.backends.common import BACKENDS, KINDS, assert_all_same, back, on_all, place
+from tests.kernels.tables import cpu, reference
 
 if TYPE_CHECKING:
     from torch import Tensor

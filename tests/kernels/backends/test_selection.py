@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import reference
 from narrowband.kernels.cpu import selection
 from tests.kernels.backends.common import on_all
+from tests.kernels.tables import reference
 
 if TYPE_CHECKING:
     from torch import Tensor

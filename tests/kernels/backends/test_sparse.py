@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.errors import PayloadError
-from narrowband.kernels import cpu, reference
 from narrowband.kernels.cpu.sparse import CACHED
 from tests.kernels.backends.common import BACKENDS, NAMES, assert_all_same, assert_same, backends_for, on_all
+from tests.kernels.tables import cpu, reference
 
 if TYPE_CHECKING:
     from torch import Tensor

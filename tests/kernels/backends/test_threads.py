@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from narrowband.kernels import cpu, reference
 from tests.kernels.backends.common import on_all
+from tests.kernels.tables import cpu, reference
 
 if TYPE_CHECKING:
     pass

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import reference
+from tests.kernels.tables import reference
 
 SIZES = [0, 1, 7, 8, 127, 128, 129, 1000]
 GROUPS = [1, 8, 100, 128]

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import reference
 from tests.kernels.reference.naive import (
     KINDS,
     f32,
@@ -26,6 +25,7 @@ from tests.kernels.reference.naive import (
     naive_value,
     seeds,
 )
+from tests.kernels.tables import reference
 from tests.thorough import examples
 
 

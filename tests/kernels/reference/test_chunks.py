@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from narrowband import kernels
-from narrowband.kernels import reference
 from narrowband.kernels.reference import common
 from tests.kernels.reference.naive import (
     header_floats,
     make,
 )
+from tests.kernels.tables import reference
 
 
 def everything(x: torch.Tensor) -> list[torch.Tensor | bool]:

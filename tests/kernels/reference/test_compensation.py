@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowband.kernels import reference
 from tests.kernels.reference.naive import (
     ints,
     lean,
@@ -17,6 +16,7 @@ from tests.kernels.reference.naive import (
     seeds,
     some_values,
 )
+from tests.kernels.tables import reference
 
 
 @given(x=some_values(), seed=st.integers(0, 99), decay=st.sampled_from([1.0, 0.75]))

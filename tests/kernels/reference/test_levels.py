@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import reference
 from tests.kernels.reference.naive import f32, lean, some_values
+from tests.kernels.tables import reference
 
 
 def bfloat16(x: float) -> bytes:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from narrowband.kernels import reference
 from tests.kernels.reference.naive import (
     GROUPS,
     SIZES,
@@ -34,6 +33,7 @@ from tests.kernels.reference.naive import (
     some_values,
     split,
 )
+from tests.kernels.tables import reference
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowband.kernels import reference
 from tests.kernels.reference.naive import (
     f32,
     ints,
@@ -22,6 +21,7 @@ from tests.kernels.reference.naive import (
     seeds,
     some_values,
 )
+from tests.kernels.tables import reference
 
 
 @given(x=some_values(), share=st.floats(0, 1), levels=st.sampled_from([0, 3]))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.errors import PayloadError
-from narrowband.kernels import reference
 from tests.kernels.reference.naive import (
     SIZES,
     elias_fano,
@@ -24,6 +23,7 @@ from tests.kernels.reference.naive import (
     pick,
     seeds,
 )
+from tests.kernels.tables import reference
 
 
 def test_check_indices() -> None:

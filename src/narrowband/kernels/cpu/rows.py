@@ -28,9 +28,11 @@ from narrowband.kernels.cpu.extremes import (
     cut_of,
     extremes_of,
     form_of,
+    learn_ranges,
     lines_of,
     looked_at,
     no_extremes,
+    row_extremes,
     take_in,
     to_floats,
     together,
@@ -67,6 +69,15 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
     _Quantize = Callable[[Array, Array, int, int], None]
+
+__all__ = [
+    "dequantize_rows",
+    "learn_ranges",
+    "quantize_rows",
+    "quantize_rows_extremes",
+    "quantize_rows_learning",
+    "row_extremes",
+]
 
 #: The smallest normal float: 1 / step is infinite or imprecise below it.
 TINY = np.float32(2.0**-126)

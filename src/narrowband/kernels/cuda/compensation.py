@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels import reference
 from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, all_below, unspecific
 from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.cuda.selection import COMPENSATE, Chosen, Source, choose, choose_sampled
 from narrowband.kernels.cuda.sparse import write_lower, write_upper
 from narrowband.kernels.findings import open_place
+from narrowband.kernels.reference import compensation as reference
 from narrowband.kernels.sparse import elias_fano_low_bits
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels import reference
 from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE
 from narrowband.kernels.cuda.launching import kernel, run
+from narrowband.kernels.reference import levels as reference
 
 if TYPE_CHECKING:
     from torch import Tensor

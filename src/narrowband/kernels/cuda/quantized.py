@@ -16,12 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels import reference
 from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, TINY, code_of, fold_seed, ordered, uniform
 from narrowband.kernels.cuda.compensation import compensate
 from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.findings import holds, open_place
 from narrowband.kernels.quantized import levels_are_finite, packed_nbytes
+from narrowband.kernels.reference import quantized as reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

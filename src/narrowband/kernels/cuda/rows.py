@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels import reference
 from narrowband.kernels.cuda.common import (
     BLOCK,
     INFINITE,
@@ -31,6 +30,7 @@ from narrowband.kernels.cuda.common import (
     store,
 )
 from narrowband.kernels.cuda.launching import kernel, run
+from narrowband.kernels.reference import rows as reference
 from narrowband.kernels.reference.rows import affine_rows, learning
 
 if TYPE_CHECKING:

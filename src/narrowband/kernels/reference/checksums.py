@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["checksum", "words_of"]
+__all__ = ["checksum"]
 
 
 def words_of(x: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -29,6 +29,7 @@ __all__ = [
     "poison_all_if",
     "restore_all_if",
     "restore_if",
+    "take_difference",
 ]
 
 

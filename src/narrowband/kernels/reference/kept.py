@@ -12,7 +12,7 @@ from narrowband.kernels.reference import compensation, stores
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Options", "compensate_kept", "kept_by_parts"]
+__all__ = ["compensate_kept"]
 
 
 class Options(NamedTuple):

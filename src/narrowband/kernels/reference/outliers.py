@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["dwarfed_by_extremes", "dwarfed_rows"]
+__all__ = ["dwarfed_rows"]
 
 
 def dwarfed_rows(x: Tensor, rows: Rows, widths: Tensor) -> Tensor:

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from narrowband.kernels.rows import Affine, Rows, Standard
 
 __all__ = [
-    "affine_rows",
     "dequantize_rows",
     "learn_ranges",
-    "learning",
     "quantize_rows",
     "quantize_rows_adapting",
     "quantize_rows_extremes",
