@@ -16,7 +16,8 @@ import triton.language as tl
 
 from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, all_below, unspecific
 from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
-from narrowband.kernels.cuda.selection import COMPENSATE, Chosen, Source, choose, choose_sampled
+from narrowband.kernels.cuda.selection import Chosen, choose, choose_sampled
+from narrowband.kernels.cuda.sources import COMPENSATE, Source
 from narrowband.kernels.cuda.sparse import write_lower, write_upper
 from narrowband.kernels.findings import open_place
 from narrowband.kernels.reference import compensation as reference

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from narrowband.kernels.cuda.common import BLOCK, all_below
 from narrowband.kernels.cuda.launching import kernel, run
-from narrowband.kernels.cuda.selection import MOMENTUM, NESTEROV, Source, choose, choose_sampled
+from narrowband.kernels.cuda.selection import choose, choose_sampled
+from narrowband.kernels.cuda.sources import MOMENTUM, NESTEROV, Source
 
 if TYPE_CHECKING:
     from torch import Tensor

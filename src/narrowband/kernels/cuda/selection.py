@@ -9,15 +9,11 @@ A long tensor is looked at once. A sample says which magnitude somewhat more tha
 these candidates aside; digits are then those of candidates. Where the sample misled, there are less than k candidates
 or more than there is room for. Then digits are those of all elements. The launches are the same, and which it is they
 read in the device's memory: nothing here waits for the device.
-
-Sums of a step (:mod:`~narrowband.kernels.cuda.compensation`, :mod:`~narrowband.kernels.cuda.momentum`) are made where
-the first look at them is taken: a :class:`Source` is up to three arrays, and how an element comes of them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,19 +22,14 @@ import triton.language as tl
 
 from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, mix
 from narrowband.kernels.cuda.launching import kernel, run
+from narrowband.kernels.cuda.sources import Source, look
 from narrowband.kernels.selection import sample_rank, sample_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "AHEAD",
-    "COMPENSATE",
-    "MOMENTUM",
-    "NESTEROV",
-    "PLAIN",
     "Chosen",
-    "Source",
     "choose",
     "choose_sampled",
     "randomk_indices",
@@ -73,74 +64,6 @@ _NOTES = tl.constexpr(1024 + 16)
 #: that says how programs share the work.
 _UNSPECIFIC = ["k", "folded", "size", "rank", "sharers", "groups", "table", "candidates", "room", "number_of_tiles"]
 _loop: Any = triton.jit(do_not_specialize=_UNSPECIFIC)
-
-#: How an element comes of arrays a, b and c and of numbers f and g. The latter three also write: what is new into the
-#: last array, and what was there into the first.
-PLAIN, AHEAD, COMPENSATE, MOMENTUM, NESTEROV = range(5)
-_AHEAD, _COMPENSATE, _NESTEROV = tl.constexpr(AHEAD), tl.constexpr(COMPENSATE), tl.constexpr(NESTEROV)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where elements come from.
-
-    Attributes:
-        kind: PLAIN: a. AHEAD: a + f·(a − b). COMPENSATE: f·b + a, which becomes b. MOMENTUM: b + (f·(b − c) + g·a),
-            which becomes c; NESTEROV: that, and as much ahead of b as AHEAD of it.
-    """
-
-    kind: int
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    f: float = 0.0
-    g: float = 0.0
-
-    @classmethod
-    def plain(cls, x: Tensor) -> Source:
-        """A tensor as it is."""
-        return cls(PLAIN, x, x, x)
-
-    def after(self) -> Source:
-        """The same elements, once they are written."""
-        if self.kind == COMPENSATE:
-            return Source.plain(self.b)
-        if self.kind == MOMENTUM:
-            return Source.plain(self.c)
-        return Source(AHEAD, self.c, self.b, self.b, self.f) if self.kind == NESTEROV else self
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return self.a, self.b, self.c, self.f, self.g
-
-
-@kernel
-def _look(a, b, c, f, g, i, there, KIND: tl.constexpr, WRITE: tl.constexpr):
-    """Elements of a source, and their magnitudes as integers: −1 where there is none.
-
-    In a small tile several threads have the same element: all have to have read before one writes.
-    """
-    value = tl.load(a + i, mask=there, other=0.0)
-    if KIND > 0:
-        gradient, old = value, tl.load(b + i, mask=there, other=0.0)
-        if KIND == _AHEAD:
-            value = gradient + (gradient - old) * f
-        elif KIND == _COMPENSATE:
-            value = old * f + gradient
-            if WRITE:
-                tl.debug_barrier()
-                tl.store(a + i, old, mask=there)
-                tl.store(b + i, value, mask=there)
-        else:
-            oldest = tl.load(c + i, mask=there, other=0.0)
-            value = old + ((old - oldest) * f + gradient * g)
-            if WRITE:
-                tl.debug_barrier()
-                tl.store(a + i, oldest, mask=there)
-                tl.store(c + i, value, mask=there)
-            if KIND == _NESTEROV:
-                value = value + (value - old) * f
-    return value, tl.where(there, value.to(tl.int32, bitcast=True) & MAGNITUDE, -1)
 
 
 @kernel
@@ -186,7 +109,7 @@ def _element(
 ):  # fmt: skip
     """Elements of a row, or candidates: their indices, values, and magnitudes as integers."""
     i = begin + j
-    value, magnitude = _look(a, b, c, f, g, i, j < elements, KIND, WRITE)
+    value, magnitude = look(a, b, c, f, g, i, j < elements, KIND, WRITE)
     if FOUND:
         there = j < candidates
         i = tl.where(there, tl.load(found + j, mask=there, other=0).to(tl.int64), i)
@@ -330,7 +253,7 @@ def _short(
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, WIDTH)
     i = row * width + j
-    value, magnitude = _look(a, b, c, f, g, i, j < width, KIND, True)
+    value, magnitude = look(a, b, c, f, g, i, j < width, KIND, True)
     top = tl.max(magnitude, 0)
     tl.store(tops + row, top)
     level = top * 0
@@ -362,7 +285,7 @@ def _draw(a, b, c, f, g, out, n, size, folded, KIND: tl.constexpr, WIDTH: tl.con
     """A sample of what elements are going to be."""
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     there = i < size
-    value, _ = _look(a, b, c, f, g, _stratum(i, n, size, folded), there, KIND, False)
+    value, _ = look(a, b, c, f, g, _stratum(i, n, size, folded), there, KIND, False)
     tl.store(out + i, value, mask=there)
 
 
@@ -385,7 +308,7 @@ def _bound(
     They are not zero, so that a tensor of mostly zeros has few of them.
     """
     i = tl.arange(0, SAMPLE).to(tl.int64)
-    _value, magnitude = _look(a, b, c, f, g, _stratum(i, n, SAMPLE, i * 0), i < SAMPLE, KIND, False)
+    _value, magnitude = look(a, b, c, f, g, _stratum(i, n, SAMPLE, i * 0), i < SAMPLE, KIND, False)
     level = tl.max(magnitude, 0) * 0
     for bit in range(18):
         higher = level | (1 << (30 - bit))
@@ -410,7 +333,7 @@ def _gather(
     """The candidates of a tile, wherever the next room is; the table says where, and how many."""
     tile = tl.program_id(0)
     i = tile.to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    value, magnitude = _look(a, b, c, f, g, i, i < n, KIND, True)
+    value, magnitude = look(a, b, c, f, g, i, i < n, KIND, True)
     top = tl.max(magnitude, 0)
     if top > tl.load(scratch + _TOP):  # few are, and others need not queue up
         tl.atomic_max(scratch + _TOP, top, sem="relaxed")
@@ -471,7 +394,7 @@ def _arrange(
         each = tl.cdiv(tiles, sharers)
         for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
             i = tile * WIDTH + tl.arange(0, WIDTH)
-            _value, magnitude = _look(a, b, c, f, g, i, i < n, KIND, False)
+            _value, magnitude = look(a, b, c, f, g, i, i < n, KIND, False)
             seen += tl.histogram((magnitude >> 23) & (_VALUES - 1), _VALUES, mask=i < n)
     tl.atomic_add(scratch + tl.arange(0, _VALUES), seen, mask=seen > 0, sem="relaxed")
 

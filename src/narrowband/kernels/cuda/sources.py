@@ -1,0 +1,88 @@
+"""Where a selection's elements come from, in Triton.
+
+Sums of a step (:mod:`~narrowband.kernels.cuda.compensation`, :mod:`~narrowband.kernels.cuda.momentum`) are made where
+the first look at them is taken: a :class:`Source` is up to three arrays, and how an element comes of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import triton.language as tl
+
+from narrowband.kernels.cuda.common import MAGNITUDE
+from narrowband.kernels.cuda.launching import kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["COMPENSATE", "MOMENTUM", "NESTEROV", "Source", "look"]
+
+#: How an element comes of arrays a, b and c and of numbers f and g. The latter three also write: what is new into the
+#: last array, and what was there into the first.
+PLAIN, AHEAD, COMPENSATE, MOMENTUM, NESTEROV = range(5)
+_AHEAD, _COMPENSATE, _NESTEROV = tl.constexpr(AHEAD), tl.constexpr(COMPENSATE), tl.constexpr(NESTEROV)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where elements come from.
+
+    Attributes:
+        kind: PLAIN: a. AHEAD: a + f·(a − b). COMPENSATE: f·b + a, which becomes b. MOMENTUM: b + (f·(b − c) + g·a),
+            which becomes c; NESTEROV: that, and as much ahead of b as AHEAD of it.
+    """
+
+    kind: int
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    f: float = 0.0
+    g: float = 0.0
+
+    @classmethod
+    def plain(cls, x: Tensor) -> Source:
+        """A tensor as it is."""
+        return cls(PLAIN, x, x, x)
+
+    def after(self) -> Source:
+        """The same elements, once they are written."""
+        if self.kind == COMPENSATE:
+            return Source.plain(self.b)
+        if self.kind == MOMENTUM:
+            return Source.plain(self.c)
+        return Source(AHEAD, self.c, self.b, self.b, self.f) if self.kind == NESTEROV else self
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.a, self.b, self.c, self.f, self.g
+
+
+@kernel
+def look(a, b, c, f, g, i, there, KIND: tl.constexpr, WRITE: tl.constexpr):
+    """Elements of a source, and their magnitudes as integers: −1 where there is none.
+
+    In a small tile several threads have the same element: all have to have read before one writes.
+    """
+    value = tl.load(a + i, mask=there, other=0.0)
+    if KIND > 0:
+        gradient, old = value, tl.load(b + i, mask=there, other=0.0)
+        if KIND == _AHEAD:
+            value = gradient + (gradient - old) * f
+        elif KIND == _COMPENSATE:
+            value = old * f + gradient
+            if WRITE:
+                tl.debug_barrier()
+                tl.store(a + i, old, mask=there)
+                tl.store(b + i, value, mask=there)
+        else:
+            oldest = tl.load(c + i, mask=there, other=0.0)
+            value = old + ((old - oldest) * f + gradient * g)
+            if WRITE:
+                tl.debug_barrier()
+                tl.store(a + i, oldest, mask=there)
+                tl.store(c + i, value, mask=there)
+            if KIND == _NESTEROV:
+                value = value + (value - old) * f
+    return value, tl.where(there, value.to(tl.int32, bitcast=True) & MAGNITUDE, -1)
