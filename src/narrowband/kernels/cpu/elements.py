@@ -20,6 +20,7 @@ from narrowband.kernels.cpu.loops import (
     inlined,
     instruction,
     prefetch,
+    splat,
 )
 
 if TYPE_CHECKING:
@@ -105,6 +106,14 @@ def store_lanes(builder: Any, place: Any, dtype: Any, value: Any) -> None:
 
 def splat_int(value: int) -> Any:
     return ir.Constant(INTS, [value] * LANES)
+
+
+def mix_lanes(builder: Any, first: Any) -> Any:
+    """``mix`` of LANES numbers, from this one on."""
+    h = builder.add(splat(builder, first), ir.Constant(INTS, list(range(LANES))))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        h = builder.mul(builder.xor(h, builder.lshr(h, splat_int(shift))), splat_int(factor))
+    return builder.xor(h, builder.lshr(h, splat_int(16)))
 
 
 @instruction

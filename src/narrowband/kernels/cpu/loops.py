@@ -14,6 +14,7 @@ from numba.extending import intrinsic, overload
 
 from narrowband.errors import UnsupportedError
 from narrowband.kernels.cpu.cache import keep
+from narrowband.kernels.reference.common import fold
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,17 +105,8 @@ def mix(h):
     return U32(h ^ (h >> U32(16)))
 
 
-def _mix_int(h: int) -> int:
-    h ^= h >> 16
-    h = h * 0x7FEB352D & 0xFFFFFFFF
-    h ^= h >> 15
-    h = h * 0x846CA68B & 0xFFFFFFFF
-    return h ^ h >> 16
-
-
 def fold_seed(seed: int) -> Any:
-    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
-    return U32((_mix_int(low) + 0x9E3779B9 * _mix_int(high) + 0x85EBCA6B) & 0xFFFFFFFF)
+    return U32(fold(seed))
 
 
 def folded(low, high):

@@ -10,6 +10,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
+from narrowband.kernels.cpu.elements import FLOATS, INTS, mix_lanes, splat_int
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
@@ -129,29 +130,21 @@ def _vector_of_codes(context: Any, builder: Any, array: Any, value: Any, place: 
         index: of the first, for its random number; None: rounded to the nearest.
         form: low, inverse, offset, top.
     """
-    floats, ints = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
     low, inverse, shift, top = (splat(builder, scalar) for scalar in form)
-
-    def number(word: int) -> Any:
-        return ir.Constant(ints, [word] * LANES)
-
     x = builder.load(neighbours(context, builder, array, value, place))
     x.align = 4
     if index is not None:
-        h = builder.add(splat(builder, index), ir.Constant(ints, list(range(LANES))))
-        for down, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            h = builder.mul(builder.xor(h, builder.lshr(h, number(down))), number(factor))
         # As ``_uniform`` has it.
-        power = builder.bitcast(builder.fadd(shift, ir.Constant(floats, [1.0] * LANES)), ints)
-        unit = builder.bitcast(builder.sub(power, number(24 << 23)), floats)
-        down = builder.sub(builder.lshr(power, number(23)), number(127 - 8))
-        h = builder.lshr(builder.xor(h, builder.lshr(h, number(16))), down)
-        uniform = builder.fmul(builder.sitofp(h, floats), unit)
+        power = builder.bitcast(builder.fadd(shift, ir.Constant(FLOATS, [1.0] * LANES)), INTS)
+        unit = builder.bitcast(builder.sub(power, splat_int(24 << 23)), FLOATS)
+        down = builder.sub(builder.lshr(power, splat_int(23)), splat_int(127 - 8))
+        h = builder.lshr(mix_lanes(builder, index), down)
+        uniform = builder.fmul(builder.sitofp(h, FLOATS), unit)
         shift = builder.fadd(shift, uniform)
     v = builder.fadd(builder.fmul(builder.fsub(x, low), inverse), shift)
-    zero = ir.Constant(floats, [0.0] * LANES)
+    zero = ir.Constant(FLOATS, [0.0] * LANES)
     v = builder.select(builder.fcmp_ordered(">", v, zero), v, zero)  # NaN becomes 0
-    return builder.fptosi(builder.select(builder.fcmp_ordered("<", v, top), v, top), ints)
+    return builder.fptosi(builder.select(builder.fcmp_ordered("<", v, top), v, top), INTS)
 
 
 def _lanes(stochastic: bool, nibbles: bool) -> Any:
@@ -276,8 +269,8 @@ def _lanes_of_values(typing, codes, at, down, mask, low, offset, step, weight, a
         down, mask, low, offset, step, weight = (splat(builder, scalar) for scalar in arguments[2:8])
         packed = builder.load(code_at)
         packed.align = 1
-        code = builder.and_(builder.lshr(builder.zext(packed, ir.VectorType(ir.IntType(32), LANES)), down), mask)
-        level = builder.fsub(builder.sitofp(code, ir.VectorType(ir.FloatType(), LANES)), offset)
+        code = builder.and_(builder.lshr(builder.zext(packed, INTS), down), mask)
+        level = builder.fsub(builder.sitofp(code, FLOATS), offset)
         value = builder.fmul(weight, builder.fadd(low, builder.fmul(level, step)))
         prefetch(builder, out_at, PAGE)
         old = builder.load(out_at)

@@ -15,6 +15,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
+from narrowband.kernels.cpu.elements import INTS, splat_int
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
@@ -121,8 +122,7 @@ def reaching(builder: Any, values: Any, level: Any) -> Any:
     """In IR: a word of LANES ones and zeros, for which of these float32 have a magnitude of at least that of the level,
     given as bits.
     """
-    integers = ir.VectorType(ir.IntType(32), LANES)
-    magnitudes = builder.and_(builder.bitcast(values, integers), ir.Constant(integers, [0x7FFFFFFF] * LANES))
+    magnitudes = builder.and_(builder.bitcast(values, INTS), splat_int(0x7FFFFFFF))
     reached = builder.bitcast(builder.icmp_signed(">=", magnitudes, level), ir.IntType(LANES))
     return builder.zext(reached, ir.IntType(64))
 

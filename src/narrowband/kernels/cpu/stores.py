@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import overload
 
-from narrowband.kernels.cpu.elements import INTS, splat_int
+from narrowband.kernels.cpu.elements import INTS, mix_lanes, splat_int
 from narrowband.kernels.cpu.loops import (
     F32,
     I32,
@@ -46,18 +46,10 @@ def operation(builder: Any, name: str, result: Any, *values: Any) -> Any:
     return builder.call(builder.module.declare_intrinsic(name, (), form), values)
 
 
-def _hashes(builder: Any, first: Any) -> Any:
-    """``mix`` of LANES numbers, from this one on."""
-    h = builder.add(splat(builder, first), ir.Constant(INTS, list(range(LANES))))
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        h = builder.mul(builder.xor(h, builder.lshr(h, splat_int(shift))), splat_int(factor))
-    return builder.xor(h, builder.lshr(h, splat_int(16)))
-
-
 def _noises(builder: Any, begin: Any, folded: Any) -> list[Any]:
     """16 random bits for each element of the group from ``begin`` on."""
     first = builder.add(builder.lshr(builder.trunc(begin, _I32), _I32(1)), folded)
-    hashes = [_hashes(builder, builder.add(first, _I32(at))) for at in range(0, _HALF, LANES)]
+    hashes = [mix_lanes(builder, builder.add(first, _I32(at))) for at in range(0, _HALF, LANES)]
     lower = [builder.and_(h, splat_int(0xFFFF)) for h in hashes]
     return lower + [builder.lshr(h, splat_int(16)) for h in hashes]
 
