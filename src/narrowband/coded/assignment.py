@@ -231,7 +231,7 @@ class CodedSampler(Sampler[list[int]]):
         drop_last: bool = False,
         lengths: dict[int, int] | None = None,
     ) -> None:
-        self._numel, self._batch_size = len(dataset), batch_size
+        self._numel = len(dataset)
         self._shuffle, self._seed, self._epoch = shuffle, seed, 0
         full, rest = divmod(self._numel, batch_size)
         self._batches = [batch_size] * full + [rest] * (rest > 0 and not drop_last)
