@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.activations.helpers import Calls, compress, grads_of, linears
+from tests.activations.helpers import Calls, Checks, compress, grads_of, linears
 from tests.activations.models import Attention, error, mlp, same
 
 # ---- changed in place ------------------------------------------------------------------------------------------------
@@ -160,20 +160,7 @@ def test_checkpoints(reentrant, inside):
 
 def test_custom_functions_within_a_checkpoint_are_left_alone():
     exact = []
-
-    class Checks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            ctx.copy = x.clone()
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, gradient):
-            exact.append(torch.equal(ctx.saved_tensors[0], ctx.copy))
-            return gradient
-
-    model = Calls(lambda h: checkpoint(lambda h: Checks.apply(h.sinh()), h, use_reentrant=True))
+    model = Calls(lambda h: checkpoint(lambda h: Checks.apply(h.sinh(), exact), h, use_reentrant=True))
     with compress(model):
         model(torch.randn(20, 32)).sum().backward()
     assert exact == [True]

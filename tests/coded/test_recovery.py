@@ -122,12 +122,16 @@ def assert_same_steps(found, expected):
         assert exponent == expected_exponent
 
 
-@given(
-    numbers=st.sampled_from([(3, 2, 3), (4, 2, 4), (4, 3, 4), (4, 2, 2), (6, 2, 3)]),
-    bits=st.sampled_from([32, 16]),
-    span=st.sampled_from([1.0, 1e-3, "auto"]),
-    data=st.data(),
-)
+#: Nodes, redundancy and group; bits and span; and what a test draws as it goes.
+FORMS = {
+    "numbers": st.sampled_from([(3, 2, 3), (4, 2, 4), (4, 3, 4), (4, 2, 2), (6, 2, 3)]),
+    "bits": st.sampled_from([32, 16]),
+    "span": st.sampled_from([1.0, 1e-3, "auto"]),
+    "data": st.data(),
+}
+
+
+@given(**FORMS)
 @settings(max_examples=100, deadline=None)
 def test_all_meet_in_the_same_step_wherever_a_rank_is_lost_and_the_bits_are_the_same(numbers, bits, span, data):
     a, numels, options = Assignment(*numbers), [7, 12], {"bits": bits, "span": span, "segment_nbytes": 40}
@@ -231,12 +235,7 @@ class Absent(Transport):
 
 
 @pytest.mark.thorough
-@given(
-    numbers=st.sampled_from([(3, 2, 3), (4, 2, 4), (4, 3, 4), (4, 2, 2), (6, 2, 3)]),
-    bits=st.sampled_from([32, 16]),
-    span=st.sampled_from([1.0, 1e-3, "auto"]),
-    data=st.data(),
-)
+@given(**FORMS)
 @settings(max_examples=80, deadline=None)
 def test_a_node_that_returns_has_the_same_bits_wherever_it_was_lost(numbers, bits, span, data):
     a, numels, options = Assignment(*numbers), [7, 12], {"bits": bits, "span": span, "segment_nbytes": 40}

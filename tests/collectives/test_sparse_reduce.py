@@ -17,7 +17,7 @@ from narrowband.collectives.peers import Peers
 from narrowband.feedback import ErrorFeedback
 from narrowband.planning.echo import EchoGroup
 from tests.collectives.test_exchange import average, seed_of
-from tests.gradients.training import compress, flat, loss_of, mlp, refusal, sgd, train, wrap
+from tests.gradients.training import compress, flat, mlp, refusal, sgd, train, wrap
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 
@@ -304,14 +304,7 @@ def test_auto_takes_it_where_it_sends_less_than_half():
 def trained(rank, size, spec, steps):
     model = wrap(mlp())
     handle = compress(model, spec, min_numel=64, collective="sparse_reduce", coalesced=True)
-    optimizer = sgd(model, 0.2)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, 0, rank)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(model, rank, [0] * steps, sgd(model, 0.2))
     return flat(model), losses, handle.stats().total
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tests.gradients.training import TINY, compress, data, wrap
+from tests.gradients.training import TINY, Fork, compress, data, loss_of, wrap
 
 SPEC = "powersgd:rank=2"
 
@@ -29,17 +32,31 @@ def state_of(handle):
     return {key: value.clone() for key, value in handle.state_dict()["feedback"].items()}
 
 
-class Fork(nn.Module):
-    """Two layers of which a batch may use one."""
+def gradients_of(ranks, step):
+    """In float64: name → one for each rank."""
+    model = net(torch.float64)
+    found = []
+    for rank in range(ranks):
+        model.zero_grad()
+        loss_of(model, step, rank, torch.float64).backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.always, self.sometimes = nn.Linear(24, 30), nn.Linear(30, 30)
 
-    def forward(self, x, both):
-        y = self.always(x)
-        return self.sometimes(y) if both else y
+@contextlib.contextmanager
+def all_reduced():
+    """How many elements each all-reduce has meanwhile."""
+    calls, original = [], dist.all_reduce
+
+    def all_reduce(x, *arguments, **options):
+        calls.append(x.numel())
+        return original(x, *arguments, **options)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = original
 
 
 def sent_and_kept(rank, world_size, spec):
@@ -48,9 +65,9 @@ def sent_and_kept(rank, world_size, spec):
     Returns:
         The sum of what was delivered, the sum of this rank's own gradients, and its residual after every step.
     """
-    model = wrap(Fork(), find_unused_parameters=True)
+    model = wrap(Fork(30), find_unused_parameters=True)
     handle = compress(model, spec, min_numel=64)
-    plain, sent, own, residuals = Fork(), torch.zeros(30, 30), torch.zeros(30, 30), []
+    plain, sent, own, residuals = Fork(30), torch.zeros(30, 30), torch.zeros(30, 30), []
     for step, both in enumerate(((True, True), (True, False), (False, False), (False, True), (True, True))):
         model.zero_grad()
         plain.zero_grad()

@@ -10,7 +10,21 @@ from torch import nn
 
 import narrowband as nb
 from tests.gradients.momentum import SPARSE, compressed, nesterov, state_of
-from tests.gradients.training import TINY, compress, data, flat, heard, loss_of, mlp, refusal, same, sgd, train, wrap
+from tests.gradients.training import (
+    TINY,
+    Fork,
+    compress,
+    data,
+    flat,
+    heard,
+    loss_of,
+    mlp,
+    refusal,
+    same,
+    sgd,
+    train,
+    wrap,
+)
 from tests.ranks import run_ranks
 
 
@@ -188,19 +202,6 @@ def scaled(rank, world_size):
 def test_a_new_loss_scale_rescales_the_momentum():
     for once, twice in run_ranks(scaled, 2):
         torch.testing.assert_close(once, twice, rtol=0, atol=1e-7)
-
-
-class Fork(nn.Module):
-    """Two layers of which a batch may use one."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.always, self.sometimes = nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, x, both):
-        y = self.always(x)
-        return self.sometimes(y) if both else y
 
 
 def missing(rank, world_size):

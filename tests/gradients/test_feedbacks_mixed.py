@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from narrowband.adapt import LGreCo
 from tests.gradients.states import DerivedEF21, Given, gradients
 from tests.gradients.training import (
     TINY,
+    Fork,
     compress,
     data,
     flat,
@@ -151,19 +151,6 @@ def test_what_cannot_work_is_refused_at_set_up():
 
 
 # ---- ranks without a gradient ----------------------------------------------------------------------------------------
-
-
-class Fork(nn.Module):
-    """Two layers of which a batch may use one."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.always, self.sometimes = nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, x, both):
-        y = self.always(x)
-        return self.sometimes(y) if both else y
 
 
 def missing(rank, world_size):

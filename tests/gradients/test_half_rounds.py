@@ -6,13 +6,12 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import narrowband as nb
 from narrowband.codecs.lowrank import start
 from narrowband.collectives import all_reduce_nbytes
 from tests.codecs.common import backend
-from tests.gradients.matrices import compressed, net, sent_and_kept, state_of
+from tests.gradients.matrices import all_reduced, compressed, gradients_of, net, sent_and_kept, state_of
 from tests.gradients.training import FINGERPRINT, HUGE, TINY, flat, loss_of, same, train
 from tests.ranks import run_ranks
 
@@ -64,16 +63,6 @@ def frozen_steps(rank, world_size, spec, cap, steps, kind="cpu"):
     return averages, state_of(handle), errors[0], {p.name: p.index for p in handle.layers.parameters.by_name.values()}
 
 
-def gradients_of(ranks, step):
-    model = net(torch.float64)
-    found = []
-    for rank in range(ranks):
-        model.zero_grad()
-        loss_of(model, step, rank, torch.float64).backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
-
-
 @pytest.mark.parametrize(
     ("halves", "keys", "cap", "kind"),
     [(1, "", HUGE, "cpu"), (2, "", TINY, "cpu"), (1, ",ef=false", HUGE, "cpu"), (3, "", HUGE, "reference")],
@@ -114,19 +103,10 @@ def test_steps_of_three_ranks_follow_the_authors_package(halves, keys, cap, kind
 def sent_in_steps(rank, world_size, spec):
     model, handle = compressed(spec, cap=HUGE)
     train(model, rank, range(3))
-    calls, original = [], dist.all_reduce
-
-    def all_reduce(x, *arguments, **options):
-        calls.append(x.numel())
-        return original(x, *arguments, **options)
-
-    dist.all_reduce = all_reduce
-    try:
+    with all_reduced() as calls:
         for step in range(3, 7):
             calls.append("step")
             train(model, rank, range(step, step + 1))
-    finally:
-        dist.all_reduce = original
     return calls, handle.stats().last
 
 

@@ -178,15 +178,7 @@ def test_where_one_rank_cannot_share_memory_none_does(job):
 def learns(rank, world_size, spec):
     model = wrap(mlp(), cap=TINY)
     handle = compress(model, spec, nodes=2, min_numel=32)
-    optimizer = sgd(model, 0.2)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = loss_of(model, 0, rank)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, handle.buckets, handle.step
+    return train(model, rank, [0] * 40, sgd(model, 0.2)), handle.buckets, handle.step
 
 
 @pytest.mark.parametrize("spec", ["topk:density=0.1+ef", *thorough("powersgd:rank=2,min_ratio=1")])

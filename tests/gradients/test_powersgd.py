@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
 import narrowband as nb
 from narrowband.codecs.lowrank import factors, start
 from narrowband.collectives import all_reduce_nbytes
 from tests.codecs.common import backend
-from tests.gradients.matrices import SPEC, compressed, net, sent_and_kept, state_of
+from tests.gradients.matrices import SPEC, all_reduced, compressed, gradients_of, net, sent_and_kept, state_of
 from tests.gradients.training import (
     FINGERPRINT,
     HUGE,
@@ -102,16 +101,6 @@ def frozen_steps(rank, world_size, spec, cap, steps, kind="cpu"):
     return averages, state_of(handle), seeds
 
 
-def gradients_of(ranks, step):
-    model = net(torch.float64)
-    found = []
-    for rank in range(ranks):
-        model.zero_grad()
-        loss_of(model, step, rank, torch.float64).backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
-
-
 @pytest.mark.parametrize(("cap", "kind"), [(TINY, "cpu"), *thorough((HUGE, "cpu"), (HUGE, "reference"))])
 @pytest.mark.parametrize("keys", ["", ",iterations=2", ",warm_start=false", ",ef=false", ",rank=3,min_ratio=0"])
 def test_steps_of_four_ranks_follow_the_paper(keys, cap, kind):
@@ -146,17 +135,8 @@ def counted(rank, world_size, cap, coalesced=False):
     """Collectives and bytes of one step, once buckets have settled."""
     model, handle = compressed(cap=cap, coalesced=coalesced)
     train(model, rank, range(3))
-    calls, original = [], dist.all_reduce
-
-    def all_reduce(x, *arguments, **options):
-        calls.append(x.numel())
-        return original(x, *arguments, **options)
-
-    dist.all_reduce = all_reduce
-    try:
+    with all_reduced() as calls:
         train(model, rank, range(3, 4))
-    finally:
-        dist.all_reduce = original
     return calls, handle.stats().last
 
 

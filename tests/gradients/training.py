@@ -76,12 +76,20 @@ def sgd(model, lr=0.05, momentum=0.0):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
 
 
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
+
+
 def train(model, rank, steps, optimizer=None, dtype=torch.float32):
-    optimizer = optimizer or sgd(model)
+    """The losses of these steps."""
+    optimizer, losses = optimizer or sgd(model), []
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model, step, rank, dtype).backward()
+        loss = loss_of(model, step, rank, dtype)
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def flat(model):
@@ -129,6 +137,19 @@ def refusal(what):
     except Exception as error:
         return type(error).__name__, str(error)
     return None
+
+
+class Fork(nn.Module):
+    """Two layers of which a batch may use one."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        torch.manual_seed(3)
+        self.always, self.sometimes = nn.Linear(24, width), nn.Linear(width, width)
+
+    def forward(self, x, both):
+        y = self.always(x)
+        return self.sometimes(y) if both else y
 
 
 class Branches(nn.Module):

@@ -19,7 +19,6 @@ from reproduce.report import markdown, table
 from reproduce.row import Row
 from reproduce.tasks import Patches
 from reproduce.training import run
-from tests.reproduce.synthetic import write_all
 
 EXPERIMENT = mesa.EXPERIMENT
 BATCH, EPOCHS = 16, 2
@@ -35,15 +34,6 @@ ROWS = {
     "bf16, mesa": replace(PLAIN, name="bf16, mesa", activations='{"bits": 8}', amp=True, epochs=1),
     "broken": replace(PLAIN, name="broken", activations='{"bits": 8}', lr=1e30, epochs=1),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    there = tmp_path_factory.mktemp("data")
-    write_all(there)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(there / "cache"))
-        yield there
 
 
 @pytest.fixture(scope="module")

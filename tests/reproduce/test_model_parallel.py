@@ -16,7 +16,6 @@ from reproduce.row import Row
 from reproduce.tasks import load
 from reproduce.training import run, train
 from tests.ranks import run_ranks
-from tests.reproduce.synthetic import write_all
 
 EXPERIMENT = model_parallel.EXPERIMENT
 BATCH = 16
@@ -41,15 +40,6 @@ ROWS = {
         schedule="half-cosine", forward="none", backward="topk:density=0.1,scope=sample+ef",
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    there = tmp_path_factory.mktemp("data")
-    write_all(there)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(there / "cache"))
-        yield there
 
 
 @pytest.fixture(scope="module")

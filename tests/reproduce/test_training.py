@@ -14,7 +14,6 @@ from reproduce.models import ResNet
 from reproduce.row import Row, key, resolved
 from reproduce.training import run
 from tests.gradients.training import FINGERPRINT
-from tests.reproduce.synthetic import write_all
 
 NODES = 2
 DENSE = Row("cifar", "dense", "none", epochs=2, batch=32, lr=0.05)
@@ -26,16 +25,6 @@ PLANNED = replace(SPARSE, name="top-k, lgreco", policy="lgreco", epochs=3, delay
 FIXED = replace(PLANNED, name="top-k, uniform", policy="uniform")
 LARGEST = replace(PLANNED, name="global top-k, once an epoch", policy="global-topk")
 AS_ONE = replace(FIXED, name="global top-k, every step", min_numel=1 << 30, small="fused")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A data folder, and the cache beside it."""
-    there = tmp_path_factory.mktemp("data")
-    write_all(there)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(there / "cache"))
-        yield there
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 
 from narrowband.averaging import warmup
 from narrowband.kernels import backends
-from tests.gradients.training import compress, flat, loss_of, mlp, sgd, wrap
+from tests.gradients.training import compress, flat, mlp, sgd, train, wrap
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -28,14 +28,7 @@ def trained(rank, world_size, spec, package, steps=6):
     warmup._SIDES = (32,)  # the interpreter takes its time
     model = wrap(mlp())
     handle = compress(model, spec, min_numel=64)
-    optimizer = sgd(model, 0.2)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, 0, rank)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(model, rank, [0] * steps, sgd(model, 0.2))
     name = backends.backend_for("cpu").name
     residual = torch.cat([x.flatten() for x in handle.state_dict()["feedback"].values()] or [torch.zeros(1)])
     return flat(model), residual, losses, name
