@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import narrowband as nb
 from narrowband.gradients.levels import shards_of
+from tests.gradients.shards import shard
 from tests.gradients.test_dgc import Deriving, gradients_of
 from tests.gradients.training import compress, loss_of, mlp, refusal, wrap
 from tests.ranks import run_ranks
@@ -24,17 +24,10 @@ def rate(step, index):
     return 0.1 + 0.05 * step if index % 2 else 0.3 / (1 + step)
 
 
-def sharded(model, mesh):
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def frozen_steps(rank, world_size, spec, where):
     """The averages of steps that leave the parameters where they are."""
     mesh = init_device_mesh("cpu", (NODES, INSIDE), mesh_dim_names=("nodes", "shards"))
-    model = sharded(mlp(), mesh["shards"]) if where == "fsdp" else wrap(mlp())
+    model = shard(mlp(), mesh["shards"]) if where == "fsdp" else wrap(mlp())
     parameters = list(model.parameters())
     groups = [{"params": parameters[index::2], "lr": rate(0, index)} for index in (0, 1)]
     optimizer = nb.DGCSGD(groups, lr=1.0)

@@ -7,10 +7,11 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import narrowband as nb
+from tests.gradients.shards import whole
 from tests.gradients.test_compiled import Backend, Net, step_of
 from tests.gradients.training import refusal, sgd
 from tests.ranks import run_ranks
-from tests.sharding.test_shards import FINE, mesh_of, whole
+from tests.sharding.test_shards import FINE, mesh_of
 from tests.thorough import thorough
 from tests.torches import since_2_12
 

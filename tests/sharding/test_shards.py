@@ -19,7 +19,8 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
-from tests.gradients.training import loss_of, mlp, refusal, train_in_two_passes
+from tests.gradients.shards import shard, whole
+from tests.gradients.training import adamw, loss_of, mlp, refusal, train_in_two_passes
 from tests.loops import asked_for_from_now
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
@@ -31,19 +32,8 @@ def mesh_of(world_size):
     return init_device_mesh("cpu", (world_size,))
 
 
-def shard(model, mesh, **options):
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
 def compress(model, **options):
     return nb.compress_shards(model, **{"min_numel": 64, **options})
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
 
 
 def train(model, rank, steps, optimizer):
@@ -56,11 +46,6 @@ def train(model, rank, steps, optimizer):
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def whole(model):
-    """The optimizer's parameters."""
-    return torch.cat([p.full_tensor().detach().double().reshape(-1) for p in model.parameters()])
 
 
 def computed_with(model):
