@@ -21,24 +21,14 @@ from narrowband.averaging import replicas
 from narrowband.updates import elastic
 from narrowband.updates import rounds as rounds_of
 from narrowband.updates.rendezvous import serve
-from tests.gradients.training import flat, heard, loss_of, mlp, refusal, sgd, train
+from tests.gradients.training import adamw, flat, heard, loss_of, mlp, refusal, sgd, train
 from tests.ranks import RankError, run_ranks
+from tests.updates.training import nesterov
 
 SPECS = ["none", "topk:density=0.1+ef", "qsgd:bits=2+ef", "powersgd:rank=2,min_ratio=1"]
 
 #: Long enough never to be over where nobody is missing, so that a test that waited for it would time out.
 LONG_S = 300.0
-
-
-@pytest.fixture
-def store():
-    held = serve(0, "127.0.0.1")
-    yield f"127.0.0.1:{held.port}"
-    del held
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
 
 
 def join(
@@ -226,10 +216,6 @@ class Normed(nn.Module):
 
     def forward(self, x):
         return self.last(torch.tanh(self.norm(self.first(x))))
-
-
-def nesterov(parameters):
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def coming(rank, world_size, address, outer):

@@ -16,10 +16,11 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.updates.fragments import Fragment, OuterStep, split
-from tests.gradients.training import flat, heard, loss_of, mlp, refusal, train
+from tests.gradients.training import adamw, flat, heard, loss_of, mlp, refusal, train
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
-from tests.updates.test_rounds import Deriving, adamw, begin
+from tests.updates.test_rounds import Deriving
+from tests.updates.training import begin
 
 # ---- how a model is divided ------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import narrowband as nb
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.updates.length import EVERY, FIRST, SAMPLE, MeasuredLength
 from tests.ranks import run_ranks
-from tests.updates.test_elastic import store  # noqa: F401 - a fixture
 
 SIDE = 128
 
@@ -136,7 +135,7 @@ def left_alone(rank, world_size, address):
     return together[-1], alone, left
 
 
-def test_a_peer_whose_others_have_left_goes_as_far_as_it_goes(store):  # noqa: F811
+def test_a_peer_whose_others_have_left_goes_as_far_as_it_goes(store):
     (together, alone, left), *_ = run_ranks(left_alone, 3, store, group=False)
     assert left == 1
     assert together == pytest.approx((math.sqrt(3), 1.0), rel=0.08)

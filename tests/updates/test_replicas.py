@@ -14,10 +14,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
-from tests.gradients.training import mlp, refusal, train
+from tests.gradients.shards import shard, whole
+from tests.gradients.training import adamw, mlp, refusal, train
 from tests.ranks import run_ranks
 from tests.thorough import thorough
-from tests.updates.test_rounds import adamw, nesterov
+from tests.updates.training import nesterov
 
 STEPS, EVERY = 8, 2
 
@@ -31,16 +32,7 @@ def replica_of(kind, mesh, **options):
     model = mlp()
     if kind == "ddp":
         return DistributedDataParallel(model, process_group=mesh["ranks"].get_group())
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh["ranks"], **options)
-    return fully_shard(model, mesh=mesh["ranks"], **options)
-
-
-def whole(model):
-    """All parameters, gathered."""
-    found = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return torch.cat([x.detach().double().reshape(-1) for x in found])
+    return shard(model, mesh["ranks"], **options)
 
 
 def trained(rank, world_size, kind, spec, options, fsdp):

@@ -12,7 +12,6 @@ from narrowband.averaging.flat import form_of
 from narrowband.updates.fragments import Fragment
 from tests.gradients.training import flat, loss_of, mlp, refusal, sgd, train
 from tests.ranks import run_ranks
-from tests.updates.test_elastic import store  # noqa: F401 - a fixture
 
 SPEC, LR = "topk:density=0.1+ef", 0.2
 
@@ -249,7 +248,7 @@ def as_replicas(rank, world_size, steps):
 
 
 @pytest.mark.parametrize("steps", [7, 9])
-def test_peers_that_count_alike_are_replicas_to_the_bit(store, steps):  # noqa: F811
+def test_peers_that_count_alike_are_replicas_to_the_bit(store, steps):
     expected = run_ranks(as_replicas, 2, steps)
     for (found, scaled), same in zip(run_ranks(as_peers, 2, store, steps, group=False), expected, strict=True):
         assert torch.equal(found, same)
@@ -276,7 +275,7 @@ def unequal(rank, world_size, address):
     return found
 
 
-def test_what_waits_in_place_is_what_the_replica_learned_however_it_counts(store):  # noqa: F811
+def test_what_waits_in_place_is_what_the_replica_learned_however_it_counts(store):
     """A peer that counts half sends half of its update's largest elements; of the others it has all, in place."""
     results = run_ranks(unequal, 2, store, group=False)
     codec = nb.codec("topk:density=0.1")

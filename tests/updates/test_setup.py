@@ -1,0 +1,283 @@
+"""Set-up of rounds, replicas that differ, and the end of a handle."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import narrowband as nb
+from tests.gradients.training import adamw, flat, heard, mlp, refusal, sgd, train
+from tests.ranks import RankError, run_ranks
+from tests.updates.training import begin, nesterov
+
+
+def with_an_expanded_buffer():
+    model = mlp()
+    model.register_buffer("scales", torch.ones(1).expand(8))
+    return model, adamw(model)
+
+
+def keeps_an_expanded_buffer(rank, world_size):
+    model, optimizer = with_an_expanded_buffer()
+    model.register_buffer("row", torch.ones(8).expand(1, 8))  # of one row, which lies apart
+    handle = nb.compress_updates(model, optimizer, "none", min_numel=64, buffers="keep")
+    train(model, rank, [0], optimizer)
+    handle.remove()
+    del model.scales
+    nb.compress_updates(model, optimizer, "none", min_numel=64)
+    train(model, rank, [1], optimizer)
+    return flat(model)
+
+
+def test_a_buffer_to_which_nothing_can_be_written_may_be_kept():
+    mine, its = run_ranks(keeps_an_expanded_buffer, 2)
+    assert torch.equal(mine, its)
+
+
+def refused(rank, world_size):
+    model = mlp()
+    optimizer = adamw(model)
+
+    def asked(*given, **options):
+        return refusal(lambda: nb.compress_updates(*given, **options))
+
+    return [
+        asked([model], optimizer, "none"),
+        asked(model, "adamw", "none"),
+        asked(model, optimizer, "none", every=0),
+        asked(model, optimizer, "none", every="20min"),
+        asked(model, optimizer, "none", outer=-1.0),
+        asked(model, optimizer, "none", outer="far"),
+        asked(model, optimizer, "none", buffers="drop"),
+        asked(model, optimizer, "none", split="columns"),
+        asked(model, optimizer, "none", check_every=0),
+        asked(model, optimizer, "none", weigh=""),
+        asked(model, optimizer, "none", weigh="tokens"),
+        asked(model, optimizer, "none", every=4, fragments=0),
+        asked(model, optimizer, "none", every=4, fragments=2.5),
+        asked(model, optimizer, "none", every=2, fragments=3),
+        asked(model, optimizer, "none", every=20, fragments=9),
+        asked(model, optimizer, "none", every=4, overlap=-1),
+        asked(model, optimizer, "none", every=4, fragments=2, overlap=3),
+        asked(model, optimizer, "none", every=4, alpha=1.5),
+        asked(model, optimizer, nb.LGreCo("topk:density=0.1+ef", every=4), every=4, fragments=2),
+        asked(model, optimizer, "dgc:density=0.01"),
+        asked(model, optimizer, "topk:density=0.1+aq-sgd"),
+        asked(model, adamw(mlp()), "none"),
+        asked(mlp().requires_grad_(False), optimizer, "none"),
+        asked(model, optimizer, "nonsense"),
+        asked(*with_an_expanded_buffer(), "none"),
+    ]
+
+
+def test_what_cannot_be_is_said_at_set_up():
+    (errors,) = run_ranks(refused, 1)
+    assert [kind for kind, _ in errors] == [
+        "TypeError", "TypeError", *["ValueError"] * 16, *["UnsupportedError"] * 3,
+        "ValueError", "ValueError", "ValueError", "ValueError",
+    ]  # fmt: skip
+    words = [
+        "takes a module",
+        "optimizers",
+        "every=0",
+        "which rounds with peers",
+        "outer=-1.0",
+        "outer='far'",
+        "'drop'",
+        "split='columns'",
+        "check_every=0",
+        "weigh=''",
+        "weigh='tokens' is for peers",
+        "fragments=0",
+        "fragments=2.5",
+        "fragments=3 need as many steps",
+        "fragments=9 are more than the",
+        "overlap=-1",
+        "overlap=3",
+        "alpha=1.5",
+        "use a plan",
+        "momentum",
+        "aq-sgd",
+    ]
+    words += ["pass all optimizers", "nothing to average", "nonsense", "elements of scales lie in the same memory"]
+    for (_, text), word in zip(errors, words, strict=True):
+        assert word in text
+
+
+def short_rounds(rank, world_size):
+    found = []
+    for every, outer in ((3, "nesterov"), (10, "nesterov"), (3, "auto")):
+        with heard() as said:
+            begin("none", every=every, outer=outer)
+        found.append([text for text in said if "outer" in text])
+    return found
+
+
+def test_a_warning_says_where_rounds_are_short_for_the_outer_momentum():
+    ((warning,), *others), *_ = run_ranks(short_rounds, 2)
+    assert warning.startswith("every=3 is few for outer='nesterov'")
+    assert others == [[], []]
+
+
+def different(rank, world_size, what):
+    options = {"every": 2}
+    model = mlp()
+    if what == "every":
+        options["every"] += rank
+    elif what == "outer":
+        options["outer"] = nesterov if rank else 1.0
+    elif what == "model" and rank:
+        model = nn.Sequential(nn.Linear(24, 8))
+    elif what == "grad_scaler":
+        options |= {"grad_scaler": torch.amp.GradScaler("cpu")} if rank else {}
+    elif what == "optimizer" and rank:
+        options["optimizer"] = sgd
+    elif what == "betas" and rank:
+        options["optimizer"] = lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.95))
+    elif what == "weight_decay" and rank:
+        options["optimizer"] = lambda model: torch.optim.AdamW(
+            [{"params": p, "weight_decay": 0.1 * (p.dim() > 1)} for p in model.parameters()]
+        )
+    elif what == "check_every":
+        options["check_every"] = rank + 1
+    elif what == "spec":
+        return refusal(lambda: begin("sign+ef" if rank else "none"))
+    return refusal(lambda: begin("none", model, **options))
+
+
+@pytest.mark.parametrize(
+    "what", ["every", "outer", "model", "optimizer", "grad_scaler", "spec", "betas", "weight_decay", "check_every"]
+)
+def test_replicas_that_were_set_up_differently_are_told(what):
+    for kind, text in run_ranks(different, 2, what):
+        assert kind == "DisagreementError"
+        assert {"model": "parameter"}.get(what, what) in text
+        if what == "betas":
+            assert "optimizer's betas ((0.9, 0.999) on rank 0; (0.9, 0.95) on rank 1)" in text
+        if what == "weight_decay":
+            assert "0.0 for 6 parameters" in text
+            assert "0.1 for 4 parameters" in text
+
+
+def stepping_otherwise(rank, world_size):
+    """Groups put together otherwise, a schedule that cycles momentum, and other rates."""
+    seen = []
+    for cycled in (False, True):
+        model = mlp()
+        groups = [list(model.parameters())] if rank else [[p] for p in model.parameters()]
+        optimizer = torch.optim.SGD([{"params": own} for own in groups], lr=0.05 + 0.01 * rank, momentum=0.9)
+        if cycled:
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+            for _ in range(3 * rank):
+                optimizer.step()
+                schedule.step()
+        handle = nb.compress_updates(model, optimizer, "none", every=2, min_numel=64)
+        train(model, rank, range(2), optimizer)
+        handle.remove()
+        seen.append(flat(model))
+    return seen
+
+
+def test_replicas_may_step_at_rates_of_their_own():
+    mine, its = run_ranks(stepping_otherwise, 2)
+    assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+def changed_behind_its_back(rank, world_size, every, check_every, change):
+    """A parameter changes after three rounds; how many more were held before somebody saw it."""
+    model, optimizer, handle = begin("none", every=every, check_every=check_every)
+    train(model, rank, range(3 * every), optimizer)
+    with torch.no_grad():
+        if rank and change == "order":
+            model[0].weight.copy_(model[0].weight.t().reshape(model[0].weight.shape))
+        elif rank:
+            model[0].weight.view(torch.int32)[0, 0] ^= 1
+    error, step = None, 3 * every
+    while error is None and handle.step < 40:
+        error = refusal(lambda step=step: train(model, rank, [step], optimizer))
+        step += 1
+    return error, handle.step - 3
+
+
+@pytest.mark.parametrize(
+    ("every", "check_every", "unseen"), [(1, None, 7), (4, None, 0), (10, None, 0), (1, 1, 0), (1, 4, 1)]
+)
+def test_replicas_that_differ_by_a_bit_are_an_error(every, check_every, unseen):
+    """Rounds of every step are looked at once in ten, those of ten steps and more each; of four, every third."""
+    for error, rounds in run_ranks(changed_behind_its_back, 2, every, check_every, "bit"):
+        assert error[0] == "DisagreementError"
+        assert "parameters of the last round" in error[1]
+        assert rounds == unseen
+
+
+def test_replicas_with_the_same_elements_in_another_order_are_an_error():
+    for error, rounds in run_ranks(changed_behind_its_back, 2, 1, 1, "order"):
+        assert error[0] == "DisagreementError"
+        assert rounds == 0
+
+
+def left(rank, world_size):
+    """A replica that dies in a round; what the other is left with."""
+    model, optimizer, _ = begin("topk:density=0.1+ef", every=2)
+    train(model, rank, range(2), optimizer)
+    before = flat(model)
+    train(model, rank, range(2, 3), optimizer)
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = refusal(lambda: train(model, rank, range(3, 4), optimizer))
+    kept = torch.equal(flat(model), before)
+    return error[0], kept, refusal(lambda: train(model, rank, range(4, 6), optimizer))
+
+
+def test_a_replica_that_goes_away_is_an_error_and_parameters_are_those_of_the_last_round():
+    with pytest.raises(RankError) as caught:
+        run_ranks(left, 2, fresh=True, timeout_s=20.0, grace_s=30.0)
+    error, kept, later = caught.value.results[0]
+    assert (error, kept) == ("RuntimeError", True)
+    assert later[0] == "RuntimeError"
+    assert "stopped at an earlier" in later[1]  # round, or step where the thread that exchanges says so first
+
+
+def removed(rank, world_size):
+    model, optimizer, handle = begin("qsgd:bits=4+ef", every=2, outer=1.5)
+    train(model, rank, range(2), optimizer)
+    twice = refusal(lambda: nb.compress_updates(model, optimizer, "none"))
+    handle.remove()
+    before = flat(model)
+    train(model, rank, range(2, 6), optimizer)
+    error = refusal(handle.average)
+    assert handle.length == 1.5
+    again = nb.compress_updates(model, optimizer, "none", min_numel=64)
+    train(model, rank, range(6, 8), optimizer)
+    return before, flat(model), handle.step, again.step, error, twice
+
+
+def test_without_its_handle_an_optimizer_steps_alone_and_can_have_another():
+    (before, mine, rounds, later, error, twice), (its_before, its, *_) = run_ranks(removed, 2)
+    assert twice[0] == "ValueError"
+    assert "already" in twice[1]
+    assert torch.equal(before, its_before)
+    assert torch.equal(mine, its)
+    assert (rounds, later) == (1, 2)
+    assert "removed" in error[1]
+
+
+def in_numpys_numbers(rank, world_size, kind):
+    model, optimizer, handle = begin("qsgd:bits=4+ef", every=kind(2), seed=kind(3))
+    train(model, rank, range(4), optimizer)
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    handle.load_state_dict(torch.load(file))
+    return flat(model)
+
+
+def test_steps_and_seeds_in_numpys_numbers_are_those_of_python_and_states_can_be_read():
+    (own, _), (expected, _) = (run_ranks(in_numpys_numbers, 2, kind) for kind in (np.int64, int))
+    assert torch.equal(own, expected)

@@ -1,0 +1,189 @@
+"""States of rounds: a run goes on to the bit, and what does not fit changes nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from tests.gradients.training import flat, refusal, sgd, train
+from tests.ranks import run_ranks
+from tests.thorough import thorough
+from tests.updates.training import begin, nesterov
+
+
+def resumed(rank, world_size, stop, outer):
+    """Parameters of a run of eight steps, and of one that is stopped after ``stop`` and goes on elsewhere."""
+    outer = nesterov if outer == "nesterov" else outer
+    options = {"every": 3, "outer": outer}
+    whole, optimizer, _ = begin("topk:density=0.1+ef", **options)
+    train(whole, rank, range(8), optimizer)
+    model, optimizer, handle = begin("topk:density=0.1+ef", **options)
+    train(model, rank, range(stop), optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+    train(model, rank, range(50, 54), optimizer)  # what comes after does not matter
+    again, optimizer, handle = begin("topk:density=0.1+ef", **options)
+    again.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    handle.load_state_dict(saved[2])
+    train(again, rank, range(stop, 8), optimizer)
+    return torch.equal(flat(whole), flat(again)), bool(saved[2]["updates"]["anchor"]), handle.step
+
+
+@pytest.mark.parametrize("outer", [*thorough(1.0), "nesterov", "auto"])
+@pytest.mark.parametrize("stop", [4, 6])
+def test_a_run_that_was_stopped_goes_on_to_the_bit(stop, outer):
+    assert run_ranks(resumed, 2, stop, outer) == [(True, stop % 3 != 0, 2)] * 2
+
+
+def resumed_by_dcp(rank, world_size, folder, spec, with_handle):
+    """SGD keeps no state, so DCP steps it to make one, before it saves, and before and after it loads the model."""
+    model, optimizer, handle = begin(spec, optimizer=sgd, every=3)
+    train(model, rank, range(6), optimizer)
+    optimizer.zero_grad()
+    own, steps = get_state_dict(model, optimizer)
+    dcp.save({"model": own, "optimizer": steps, "handle": handle.stateful}, checkpoint_id=folder)
+    train(model, rank, range(6, 12), optimizer)
+    again, optimizer, handle = begin(spec, optimizer=sgd, every=3)
+    own, steps = get_state_dict(again, optimizer)
+    saved = {"model": own, "optimizer": steps, **({"handle": handle.stateful} if with_handle else {})}
+    dcp.load(saved, checkpoint_id=folder)
+    set_state_dict(again, optimizer, model_state_dict=own, optim_state_dict=steps)
+    left = handle.steps
+    train(again, rank, range(6, 12), optimizer)
+    return torch.equal(flat(model), flat(again)), left
+
+
+@pytest.mark.parametrize(("spec", "with_handle"), [("topk:density=0.1+ef", True), ("none", False)])
+def test_the_steps_by_which_dcp_makes_states_are_no_steps_of_a_round(spec, with_handle, tmp_path):
+    """They made a round of the parameters before loading and after."""
+    assert run_ranks(resumed_by_dcp, 2, tmp_path, spec, with_handle) == [(True, 0)] * 2
+
+
+def saved_by(rank, world_size, steps):
+    model, optimizer, handle = begin("topk:density=0.1+ef", every=2)
+    train(model, rank, range(steps), optimizer)
+    return model.state_dict(), handle.state_dict()
+
+
+def loaded_by(rank, world_size, states):
+    model, _, handle = begin("topk:density=0.1+ef", every=2)
+    model.load_state_dict(states[0][0])
+    error = refusal(lambda: handle.load_state_dict([state for _, state in states]))
+    kept = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+    return error, kept, handle.step
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_another_number_of_replicas_keeps_the_sum_of_the_residuals(ranks):
+    states = run_ranks(saved_by, 3, 4)
+    answers = run_ranks(loaded_by, ranks, states)
+    assert [(error, step) for error, _, step in answers] == [(None, 2)] * ranks
+    for name in states[0][1]["feedback"]:
+        before = sum(state["feedback"][name].double() for _, state in states) / 3
+        after = sum(kept[name].double() for _, kept, _ in answers) / ranks
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
+
+
+def test_between_rounds_another_number_of_replicas_is_refused():
+    states = run_ranks(saved_by, 3, 3)
+    for error, _, step in run_ranks(loaded_by, 2, states):
+        assert error[0] == "ValueError"
+        assert "right after average()" in error[1]
+        assert step == 0
+
+
+def wrong_states(rank, world_size):
+    model, optimizer, handle = begin("topk:density=0.1+ef", every=2)
+    train(model, rank, range(3), optimizer)
+    good = handle.state_dict()
+    changed = [
+        {key: value for key, value in good.items() if key != "updates"},
+        good | {"updates": good["updates"] | {"every": 3}},
+        good | {"updates": good["updates"] | {"anchor": {}}},
+        good | {"updates": good["updates"] | {"steps": 7}},
+        good | {"updates": good["updates"] | {"outer": {}}},
+        good | {"updates": good["updates"] | {"length": [{"own": 1.0}]}},
+        good | {"updates": good["updates"] | {"anchor": dict.fromkeys(good["updates"]["anchor"], torch.zeros(3))}},
+    ]
+    errors = [refusal(lambda state=state: handle.load_state_dict(state)) for state in changed]
+    # On one replica alone it is an error on all, and nothing has changed.
+    errors.append(refusal(lambda: handle.load_state_dict(changed[0] if rank else good)))
+    train(model, rank, range(3, 4), optimizer)
+    return errors, flat(model), handle.step
+
+
+def test_states_that_do_not_fit_change_nothing():
+    (errors, mine, rounds), (others, its, _) = run_ranks(wrong_states, 2)
+    words = ["not of updates", "every=3", "lacks the parameters", "7 steps after", "outer step", "outer='auto'"]
+    words += ["do not fit the model"]
+    for found in (errors, others):
+        assert all(kind == "ValueError" and word in text for (kind, text), word in zip(found, words, strict=False)), (
+            found
+        )
+        assert found[-1][0] in ("ValueError", "DisagreementError")
+        assert "not of updates" in found[-1][1]
+    assert rounds == 2
+    assert torch.equal(mine, its)
+
+
+def at_two_moments(rank, world_size, options, moments):
+    """States after so many steps each; and what is said where each rank loads that of a moment of its own."""
+    model, optimizer, handle = begin("qsgd:bits=4+ef", **options)
+    saved, done = [], 0
+    for moment in moments:
+        train(model, rank, range(done, moment), optimizer)
+        saved.append(copy.deepcopy(handle.state_dict()))
+        done = moment
+    before = handle.steps
+    error = refusal(lambda: handle.load_state_dict(saved[rank]))
+    assert handle.steps == before
+    handle.load_state_dict(saved[1])
+    handle.average()
+    return error, saved
+
+
+def from_a_list(rank, world_size, options, states):
+    _, _, handle = begin("qsgd:bits=4+ef", **options)
+    return refusal(lambda: handle.load_state_dict(states))
+
+
+@pytest.mark.parametrize(
+    ("options", "moments", "said"),
+    [
+        ({"every": 6}, (7, 9), "steps since the last round (1 on {0} 0; 3 on {0} 1)"),
+        ({"every": 6}, (6, 9), "steps since the last round (0 on {0} 0; 3 on {0} 1)"),
+        ({"every": 8, "fragments": 2, "overlap": 3}, (5, 6), "way (0, for 1 steps on {0} 0; 0, for 2 steps on {0} 1)"),
+    ],
+)
+def test_states_of_different_steps_since_one_round_are_refused_on_all(options, moments, said):
+    answers = run_ranks(at_two_moments, 2, options, moments)
+    assert len({saved["step"] for _, states in answers for saved in states}) == 1
+    for kind, text in (error for error, _ in answers):
+        assert kind == "DisagreementError"
+        assert said.format("rank") in text
+    torn = [states[rank] for rank, (_, states) in enumerate(answers)]
+    for kind, text in run_ranks(from_a_list, 2, options, torn):
+        assert kind == "ValueError"
+        assert "not of one moment" in text
+        if "fragments" not in options:
+            assert said.format("rank(s)") in text
+
+
+def other_outer_states(rank, world_size):
+    _, _, handle = begin("none", outer=nesterov)
+    good = handle.state_dict()
+    outers = ({}, {"param_groups": [{"params": [0]}]})
+    states = [good | {"updates": good["updates"] | {"outer": outer}} for outer in outers]
+    errors = [refusal(lambda state=state: handle.load_state_dict(state)) for state in states]
+    handle.load_state_dict(good)
+    return errors
+
+
+def test_an_outer_optimizer_of_other_groups_is_refused_before_anything_is_loaded():
+    for errors in run_ranks(other_outer_states, 2):
+        assert [kind for kind, _ in errors] == ["ValueError"] * 2
+        assert all("other parameter groups" in text for _, text in errors)
