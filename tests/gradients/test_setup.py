@@ -83,6 +83,40 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         assert words in errors[name][1], f"{name}: {errors[name][1]}"
 
 
+def averaged_by_others(rank, world_size):
+    """What is said of modules around a DistributedDataParallel, and of those that share parameters with another."""
+    inside = nn.Sequential(wrap(mlp()), nn.Linear(8, 8))
+    found = {
+        "around": refusal(lambda: compress(inside, "none")),
+        "around, compiled": refusal(lambda: compress(torch.compile(inside, backend="eager"), "none")),
+        "compiled": refusal(lambda: compress(torch.compile(inside[0], backend="eager"), "none")),
+    }
+    model = mlp()
+    first = model[:4]
+    handle = compress(first, "none")
+    found["whole"] = refusal(lambda: compress(model, "none"))
+    found["part"] = refusal(lambda: compress(model[3], "none"))
+    found["in DDP"] = refusal(lambda: compress(wrap(model), "none"))
+    compress(model[4:], "none")
+    model[3].requires_grad_(False)
+    compress(model[3:4].append(nn.Linear(2, 2)), "none")  # what is frozen may be shared
+    handle.remove()
+    compress(model[:3], "none")
+    return found
+
+
+def test_a_gradient_is_averaged_by_one_handle_and_nobody_else():
+    for found in run_ranks(averaged_by_others, 2):
+        for name in ("around", "around, compiled", "compiled"):
+            assert found[name][0] == "TypeError", name
+        assert "around DistributedDataParallel. Pass what is in that: model.0" in found["around"][1]
+        assert "model._orig_mod.0" in found["around, compiled"][1]
+        assert "compress_gradients(model._orig_mod, …)" in found["compiled"][1]
+        for name in ("whole", "part", "in DDP"):
+            assert found[name][0] == "UnsupportedError", name
+            assert "compressed already" in found[name][1]
+
+
 def disagree(rank, world_size):
     odd = rank == world_size - 1
     differences = [

@@ -230,6 +230,8 @@ def unseen_by_pytorch(rank, world_size, what):
         part = torch.compile(DDP(part), backend="aot_eager")
     else:
         fully_shard(part[0], mesh=shards)
+        if what == "compiled shards":
+            part = torch.compile(fully_shard(part, mesh=shards), backend="aot_eager")
         nb.compress_gradients(part, "none", process_group=groups[rank])
     stage = nb.CompressedStage(part, 0, 1, CPU, group=groups[rank])
     schedule_of("1F1B", [stage]).step(torch.randn(BATCH, 24), target=torch.randn(BATCH, 24))
@@ -237,7 +239,11 @@ def unseen_by_pytorch(rank, world_size, what):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("compiled", r"DistributedDataParallel\(torch.compile\(part\)\)"), ("shards", r"call fully_shard\(part\), too")],
+    [
+        ("compiled", r"DistributedDataParallel\(torch.compile\(part\)\)"),
+        ("shards", r"call fully_shard\(part\), too"),
+        ("compiled shards", r"compile its layers and not the part"),
+    ],
 )
 def test_what_pytorchs_stage_does_not_see_is_an_error(what, words):
     """Wrapped so, replicas parted; and where layers alone are sharded, the error spoke of no_sync."""

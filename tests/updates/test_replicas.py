@@ -172,6 +172,7 @@ def test_sharded_replicas_go_on_to_the_bit():
 def wrong_groups(rank, world_size):
     mesh = mesh_of(2, 2)
     models = [replica_of(kind, mesh) for kind in ("fsdp", "ddp")]
+    models.append(torch.compile(models[-1], backend="eager"))
     groups = [None, mesh["ranks"].get_group()]
     return [
         refusal(lambda m=model, g=group: nb.compress_updates(m, adamw(m), "none", process_group=g))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from narrowband.averaging.flat import empty_like, groups_of, local, parts_of, real, rows_of
+from narrowband.averaging.who import ddps_in
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup 
         return  # another check speaks of it
     others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
     together: set[int] = set()
-    if isinstance(model, DistributedDataParallel):
-        together |= set(dist.get_process_group_ranks(model.process_group))
+    for each in ddps_in(model).values() if isinstance(model, nn.Module) else ():
+        together |= set(dist.get_process_group_ranks(each.process_group))
     for p in model.parameters() if isinstance(model, nn.Module) else model:
         if hasattr(p, "device_mesh"):
             together |= set(p.device_mesh.mesh.flatten().tolist())

@@ -37,7 +37,7 @@ from narrowband.averaging.core import BROKE_OFF, is_in_backward
 from narrowband.averaging.flat import groups_of
 from narrowband.averaging.parameters import norms_of, sparse_of
 from narrowband.averaging.replicas import begin_with_the_first
-from narrowband.averaging.several import averaging_of, forget, remember
+from narrowband.averaging.who import bare, forget, remember, units_of
 from narrowband.collectives import borrow
 from narrowband.compiler import refuse_compiled_autograd, unseen
 from narrowband.errors import UnsupportedError
@@ -47,8 +47,6 @@ from narrowband.gradients.steps import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from torch.distributed.fsdp import FSDPModule
 
     from narrowband.averaging.parameters import Parameter
     from narrowband.averaging.settings import Settings
@@ -72,11 +70,7 @@ class ModuleCompression(GradientCompression):
     def __init__(
         self, model: nn.Module, settings: Settings, group: dist.ProcessGroup, inside: dist.ProcessGroup | None = None
     ) -> None:
-        module: nn.Module = getattr(model, "_orig_mod", model)
-        if averaging_of(module) is not None:
-            raise UnsupportedError(
-                "this model's gradients are compressed already; keep the first handle, or call its remove() first"
-            )
+        module = bare(model)
         super().__init__(
             module.named_parameters(),
             norms_of(module),
@@ -244,15 +238,15 @@ class ModuleCompression(GradientCompression):
         """
         module = self._module()
         before, self._syncing = self._syncing, False
-        shards = [] if module is None else [x for x in module.modules() if hasattr(x, "set_requires_gradient_sync")]
+        units = [] if module is None else units_of(module)
         try:
-            for each in shards:
-                cast("FSDPModule", each).set_requires_gradient_sync(False)
+            for each in units:
+                each.set_requires_gradient_sync(False)
             yield
         finally:
             self._syncing = before
-            for each in shards:
-                cast("FSDPModule", each).set_requires_gradient_sync(before)
+            for each in units:
+                each.set_requires_gradient_sync(before)
 
     def average(self) -> None:
         """Average the gradients that have added up in :meth:`no_sync`. Call on all ranks, outside of backward.
@@ -335,7 +329,7 @@ def _small_shards(module: nn.Module, by_name: Mapping[str, Parameter], min_numel
 
 def _outside_of_units(module: nn.Module) -> list[str]:
     """Trained parameters that FSDP2 does not shard, of a module that has some that it does."""
-    if not any(hasattr(each, "set_requires_gradient_sync") for each in module.modules()):
+    if not units_of(module):
         return []
     return [name for name, p in module.named_parameters() if p.requires_grad and not hasattr(p, "device_mesh")]
 

@@ -7,13 +7,16 @@ import contextlib
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowband.averaging.who import ddp_of, ddps_in
+
 __all__ = ["what_it_is"]
 
 
 def what_it_is(model: object) -> str:
     """What was given in place of a module, or what averages by itself, and what to do; empty where neither is so."""
-    inside = getattr(model, "_orig_mod", None)
-    if isinstance(inside, DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel):
+        return ""
+    if isinstance(model, torch.nn.Module) and ddp_of(model) is not None:
         return (
             "the torch.compile wrapper of one. Pass the model inside, compress_gradients(model._orig_mod, …), and go "
             "on calling the compiled one; or compile first: DistributedDataParallel(torch.compile(model))"
@@ -40,7 +43,8 @@ def what_it_is(model: object) -> str:
             "model = DistributedDataParallel(model)"
         )
     if isinstance(model, torch.nn.Module):
-        return ""
+        found = ", ".join(f"model.{name}" for name in ddps_in(model))
+        return f"a module around DistributedDataParallel. Pass what is in that: {found}" if found else ""
     return f"{model.__name__}, a class" if isinstance(model, type) else type(model).__name__
 
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowband.averaging.plans import plan_of_sharded
 from narrowband.averaging.replicas import check_parts, check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
+from narrowband.averaging.who import shares_with
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression
 from narrowband.gradients.hook import hook_of
@@ -106,7 +107,7 @@ def compress_gradients(
         >>> loss(model(x)).backward()  # averages arrive compressed
         >>> print(f"{handle.stats().total.ratio:.0f}x less traffic")
     """
-    if not isinstance(model, DistributedDataParallel) and (averages := what_it_is(model)):
+    if averages := what_it_is(model):
         raise TypeError(f"compress_gradients takes a module that averages nothing by itself, not {averages}")
     settings = Settings.of(
         spec,
@@ -123,6 +124,11 @@ def compress_gradients(
         raise UnsupportedError(
             "this model's optimizer steps inside backward (_apply_optimizer_in_backward), before the averages arrive; "
             "step it after backward instead"
+        )
+    if shares_with(model):
+        raise UnsupportedError(
+            "gradients of this model are compressed already, by a handle of the module, of a part of it, or of what it "
+            "is part of; keep that handle, or call its remove() first"
         )
     if isinstance(model, DistributedDataParallel):
         if small != "uncompressed" and model.find_unused_parameters:

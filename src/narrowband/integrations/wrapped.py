@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
+from narrowband.averaging.who import ddps_in
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
     from narrowband.gradients import GradientCompression
 
 __all__ = ["check_clipping", "ddp_in", "is_wrapped"]
@@ -25,7 +26,7 @@ def ddp_in(model: nn.Module, advice: str) -> DistributedDataParallel:
     Raises:
         UnsupportedError: there is none, or more than one.
     """
-    found = _all_ddp_in(model)
+    found = list(ddps_in(model).values())
     if len(found) == 1:
         return found[0]
     given = f"{type(model).__name__} {f'with {len(found)} of them' if found else 'without one'}"
@@ -36,11 +37,7 @@ def ddp_in(model: nn.Module, advice: str) -> DistributedDataParallel:
 
 def is_wrapped(model: nn.Module) -> bool:
     """Whether there is a DistributedDataParallel in what a trainer calls."""
-    return bool(_all_ddp_in(model))
-
-
-def _all_ddp_in(model: nn.Module) -> list[DistributedDataParallel]:
-    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return bool(ddps_in(model))
 
 
 def check_clipping(handle: GradientCompression, max_norm: float | None, setting: str) -> None:

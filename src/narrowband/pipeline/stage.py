@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
-from torch.nn.parallel import DistributedDataParallel
 
-from narrowband.averaging.several import averaging_of
+from narrowband.averaging.who import averaging_of, bare, ddp_of, units_of
 from narrowband.errors import UnsupportedError
 from narrowband.pipeline.agreement import Neighbour, agree
 from narrowband.pipeline.channel import At, Channel, ChannelStats
@@ -110,7 +109,7 @@ class CompressedStage(PipelineStage):
         compress_in_eval: bool = True,
         **options: Any,
     ) -> None:
-        if isinstance(getattr(submodule, "_orig_mod", None), DistributedDataParallel):
+        if submodule is not bare(submodule) and ddp_of(submodule) is not None:
             raise UnsupportedError(
                 "this is the torch.compile wrapper of a DistributedDataParallel, which PyTorch's stage does not take "
                 "for one: it would average after single micro-batches, and replicas would part. Compile first: "
@@ -201,7 +200,7 @@ class CompressedStage(PipelineStage):
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the gradients of a micro-batch's parameters, where a zero bubble schedule does so by itself."""
-        if isinstance(self.submod, DistributedDataParallel):
+        if ddp_of(self.submod) is not None:
             raise UnsupportedError(
                 "a zero bubble schedule computes gradients of parameters in a pass of its own, of which "
                 "DistributedDataParallel does not hear, so replicas would part: leave DistributedDataParallel out, and "
@@ -232,7 +231,7 @@ class CompressedStage(PipelineStage):
     @property
     def _units(self) -> list[Any]:
         """The modules that fully_shard was called with."""
-        return [each for each in self.submod.modules() if hasattr(each, "set_requires_gradient_sync")]
+        return units_of(self.submod)
 
     def _check_units(self, who: str) -> None:
         """PyTorch's stage tells FSDP2 to reduce gradients after the last micro-batch, if its module is FSDP2's.
@@ -293,7 +292,7 @@ class CompressedStage(PipelineStage):
         that, nor count it: here, things are saved as they are. And DDP must not get ready to average: it would, with
         the gradients of the first micro-batch, and again with those of all.
         """
-        model = self.submod if isinstance(self.submod, DistributedDataParallel) else averaging_of(self.submod)
+        model = ddp_of(self.submod) or averaging_of(self.submod)
         waiting = contextlib.nullcontext() if model is None else model.no_sync()
         with waiting, torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
             yield

@@ -15,6 +15,7 @@ import torch
 
 from narrowband.averaging.flat import local
 from narrowband.averaging.parameters import COMPRESSIBLE
+from narrowband.averaging.who import is_unit
 from narrowband.codecs import Codec, aligned
 from narrowband.errors import UnsupportedError
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["Layout", "Message", "Shard", "is_sharded", "layouts_of"]
+__all__ = ["Layout", "Message", "Shard", "layouts_of"]
 
 
 class Shard(NamedTuple):
@@ -120,7 +121,7 @@ def layouts_of(model: nn.Module, norms: Collection[Tensor], min_numel: int) -> l
     small = {id(p) for p in norms}
     together: dict[int, list[nn.Module]] = {}  # fully_shard takes a list of modules, too
     for module in model.modules():
-        if is_sharded(module):
+        if is_unit(module):
             together.setdefault(id(fully_shard.state(module)), []).append(module)  # type: ignore[attr-defined]
     found = []
     for modules in together.values():
@@ -146,7 +147,7 @@ def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
     def visit(module: nn.Module) -> Iterator[nn.Parameter]:
         seen.add(id(module))
         for child in module.children():
-            if id(child) not in seen and not is_sharded(child):
+            if id(child) not in seen and not is_unit(child):
                 yield from visit(child)
         for p in module.parameters(recurse=False):
             if id(p) not in seen and hasattr(p, "device_mesh"):
@@ -165,11 +166,6 @@ def _ranks_and_numel(p: nn.Parameter) -> tuple[int, int]:
     ranks = mesh.size(dim)
     along = placements[dim].dim
     return ranks, -(-p.shape[along] // ranks) * (p.numel() // max(p.shape[along], 1))
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether fully_shard was called with this module."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 class Message:

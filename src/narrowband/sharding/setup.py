@@ -12,12 +12,13 @@ from torch import nn
 from narrowband import kernels
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.warmup import use_all
+from narrowband.averaging.who import bare, units_of
 from narrowband.codecs import Codec, SelectingCodec
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import Compression, compression
 from narrowband.kernels.compiling import announced
 from narrowband.sharding.handle import ShardCompression
-from narrowband.sharding.layout import is_sharded, layouts_of
+from narrowband.sharding.layout import layouts_of
 from narrowband.units import whole_number
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ def compress_shards(
             f"parameters={str(chosen[1])!r} loses as much as it sends ({chosen[1].lost_share:.2g} of what is sent, "
             "squared), so what ranks compute with would move away from the optimizer's parameters; take more bits"
         )
-    module: object = getattr(model, "_orig_mod", model)
-    if not isinstance(module, nn.Module) or not any(is_sharded(each) for each in module.modules()):
+    module: object = bare(model)
+    if not isinstance(module, nn.Module) or not units_of(module):
         raise TypeError(
             f"compress_shards takes a model that fully_shard (FSDP2) has sharded, not {type(module).__name__} without "
             "shards; for DistributedDataParallel and plain modules there is compress_gradients"

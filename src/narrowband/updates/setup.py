@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeGuard, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from narrowband.averaging.flat import local
 from narrowband.averaging.plans import plan_of_sharded
 from narrowband.averaging.replicas import check_parts, check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
+from narrowband.averaging.who import ddp_of
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
 from narrowband.units import whole_number
@@ -199,7 +199,8 @@ def compress_updates(
     _check_residuals(residuals, settings, overlap, weigh)
     if fragments > 1 and settings.policy is not None:
         raise UnsupportedError("a policy looks at the whole model, and here a round is of one fragment; use a plan")
-    net = model.module if isinstance(model, DistributedDataParallel) else model
+    around = ddp_of(model)
+    net = model if around is None else around.module
     _check_parameters(net, optimizers)
     if buffers == "average":
         _check_buffers(net)
