@@ -55,9 +55,54 @@ def test_averages_that_no_optimizer_uses_are_a_warning_of_one_rank(kind):
     for case in ("used", "thrown away"):
         assert first[True, case] == []
         (message,) = first[False, case]
-        assert "run all but the last in handle.no_sync()." in message
+        assert "run all but the last in handle.no_sync(): what has arrived is compressed again otherwise" in message
     assert first["nothing is kept"] == []
-    assert "dgc applies momentum to what has arrived already" in first["momentum"][0]
+    assert "compressed again otherwise, and dgc applies momentum to it once more" in first["momentum"][0]
+
+
+def passes_that_are_meant(rank, world_size, kind):
+    """SAM, which takes a step up by the averages of one pass and down by those of a second; and a loop that leaves some
+    steps out.
+    """
+    with heard() as said:
+        model = model_of(kind)
+        handle = compress(model, SPEC, min_numel=64)
+        optimizer = sgd(model)
+        for step in range(3):
+            loss_of(model, step, rank).backward()
+            before = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(p.grad, alpha=0.05)
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            with torch.no_grad():
+                for p, was in zip(model.parameters(), before, strict=True):
+                    p.copy_(was)
+            optimizer.step()
+            optimizer.zero_grad()
+        sam, said[:] = list(said), []
+
+        model = model_of(kind)
+        compress(model, SPEC, min_numel=64)
+        optimizer = sgd(model)
+        for step in range(5):
+            loss_of(model, step, rank).backward()
+            if step != 2:
+                optimizer.step()
+            optimizer.zero_grad()
+    return sam, said, handle.step
+
+
+@KINDS
+def test_loops_that_use_both_averages_or_leave_steps_out_are_told_what_becomes_of_the_rest_once(kind):
+    for rank, (sam, left_out, steps) in enumerate(run_ranks(passes_that_are_meant, 2, kind)):
+        assert steps == 6
+        for said in (sam, left_out):
+            assert len(said) == (rank == 0)
+            for message in said:
+                assert "What compression has not sent of the first average is added to the second." in message
+                assert message.endswith("Where both are used, as by SAM, or a step is left out on purpose, go on")
 
 
 def what_takes_no_turns_by_right(rank, world_size, kind):

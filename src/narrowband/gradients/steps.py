@@ -16,9 +16,10 @@ meant, a warning.
 
 from __future__ import annotations
 
+import enum
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -28,7 +29,7 @@ from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import torch
     from torch import Tensor
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.stats import StepStats
     from narrowband.stats import Stats
 
-__all__ = ["STEPS_WITHOUT_AVERAGE", "Averages", "Steps"]
+__all__ = ["STEPS_WITHOUT_AVERAGE", "Averages", "State", "Steps"]
 
 #: An optimizer may step so often with gradients that nobody averaged. One may be a warm-up of somebody's own; three in
 #: a row are a training loop.
@@ -63,8 +64,33 @@ class Averages(Protocol):
         """Of the steps so far."""
 
 
+class State(enum.Enum):
+    """Where a handle's averages and optimizers' steps stand."""
+
+    #: Nothing is to be expected: all that was averaged has been used, and the model was not called since.
+    USED = enum.auto()
+    #: The model was called, and an average of that is to be expected.
+    CALLED = enum.auto()
+    #: There is an average that no optimizer has used.
+    AVERAGED = enum.auto()
+
+
 class Steps:
     """The steps that optimizers make with the gradients of one handle.
+
+    What happens in which :class:`State`, and what state is next:
+
+    ================  ==========  ================================================  =====================
+    what happens      ``USED``    ``CALLED``                                        ``AVERAGED``
+    ================  ==========  ================================================  =====================
+    model called      CALLED      CALLED                                            AVERAGED
+    pass stays local  USED        USED                                              AVERAGED
+    pass is averaged  AVERAGED    AVERAGED                                          AVERAGED, and a warning
+    optimizer steps   USED        USED; the third of one optimizer in a row raises  USED
+    ================  ==========  ================================================  =====================
+
+    An optimizer may run backward itself, in a closure. So nothing is warned of while it steps, and what was averaged
+    meanwhile is used when it has. Nor is it before any optimizer has stepped: there are other ways to train.
 
     Args:
         handle: that averages them. It keeps this, and this does not keep it.
@@ -74,27 +100,29 @@ class Steps:
     def __init__(self, handle: Averages, parameters: Iterable[Tensor]) -> None:
         self._handle = weakref.ref(handle)
         self._ours = {id(p): weakref.ref(p) for p in parameters if p.requires_grad}
-        self._called = False  # whether averages are to be expected
-        self._unused = False  # whether there is an average that no optimizer has used
-        self._ever = False  # whether an optimizer has stepped: there are other ways to train
-        self._inside: int | None = None  # the optimizer that steps now, and may run backward in its closure
+        self._state = State.USED
+        #: Who steps: the optimizer that is about it now, by its id; None between two steps; "nobody" before the first.
+        self._stepping: int | Literal["nobody"] | None = "nobody"
+        #: How many steps in a row each optimizer has made with gradients that nobody averaged.
         self._local: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _listen()
         _all.add(self)
 
     def called(self) -> None:
         """The model was called, and the gradients of that will be averaged."""
-        self._called = True
+        if self._state is State.USED:
+            self._state = State.CALLED
 
     def stays_local(self) -> None:
         """They will not: the model was called outside of ``no_sync``, and backward runs in it."""
-        self._called = False
+        if self._state is State.CALLED:
+            self._state = State.USED
 
     def averaging(self) -> None:
         """A step's gradients are about to be averaged."""
-        if self._unused and self._ever and self._inside is None:
+        if self._state is State.AVERAGED and self._stepping is None:
             self._warn()
-        self._unused, self._called = True, False
+        self._state = State.AVERAGED
         self._local.clear()
 
     def _warn(self) -> None:
@@ -104,12 +132,13 @@ class Steps:
         observer = handle.layers.observer
         if (handle.paused and observer is None) or handle.stats().last.skipped:  # then a scaler skips the step
             return
-        momentum = " (dgc applies momentum to what has arrived already)" if observer is not None else ""
+        momentum = ", and dgc applies momentum to it once more" if observer is not None else ""
         handle.layers.warn_once(
-            "backward was averaged twice, and no optimizer stepped in between. Where gradients add up over several "
-            f"passes, run all but the last in handle.no_sync(){momentum}. Where nobody uses them, as those of a GAN's "
-            "discriminator when its generator learns, run that pass in it, too: what compression has not sent of them "
-            "is added to later ones"
+            "backward was averaged twice, and no optimizer stepped in between. What compression has not sent of the "
+            "first average is added to the second. Where gradients add up over several passes, run all but the last in "
+            f"handle.no_sync(): what has arrived is compressed again otherwise{momentum}. Where an average is thrown "
+            "away, as that of a GAN's discriminator when its generator learns, run that pass in it, too. Where both "
+            "are used, as by SAM, or a step is left out on purpose, go on"
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -123,32 +152,32 @@ class Steps:
         if handle is None or handle.removed:
             _all.discard(self)
             return
-        ours = (p for group in optimizer.param_groups for p in group["params"] if self._is_ours(p))
+        ours = self._of(optimizer)
         first = next(ours, None)
         if first is None:
             return
-        self._inside = id(optimizer)
-        if first.grad is None and all(p.grad is None for p in ours):  # those of a closure are still to come
-            return
+        if first.grad is not None or any(p.grad is not None for p in ours):  # those of a closure are still to come
+            self._use(optimizer, handle)
+        self._stepping = id(optimizer)
+
+    def _use(self, optimizer: torch.optim.Optimizer, handle: Averages) -> None:
+        """An optimizer is about to step by gradients that are there."""
         name = type(optimizer).__name__
         if is_in_backward():
             raise UnsupportedError(
                 f"{name} steps inside backward (in a hook of a parameter), before the averages arrive; step it when "
                 "backward has returned"
             )
-        called, self._called, self._ever = self._called, False, True
-        if self._unused:
-            self._unused = False
-            return
-        if not called or handle.paused:
+        before, self._state = self._state, State.USED
+        if before is not State.CALLED or handle.paused:
             return
         self._local[optimizer] = steps = self._local.get(optimizer, 0) + 1
         if steps < STEPS_WITHOUT_AVERAGE:
             return
-        if not any(_says_something(p) for group in optimizer.param_groups for p in group["params"] if self._is_ours(p)):
-            self._local[optimizer] = (
-                0  # zeros, as zero_grad(set_to_none=False) leaves them: this model does not learn now
-            )
+        if not any(
+            map(_says_something, self._of(optimizer))
+        ):  # as zero_grad(set_to_none=False) leaves them: it does not learn now
+            self._local[optimizer] = 0
             return
         raise RuntimeError(
             f"nothing is averaged: {name} is about to make step {steps} in a row with gradients of the compressed "
@@ -160,8 +189,14 @@ class Steps:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped, by the averages of its closure if it has one."""
-        if self._inside == id(optimizer):
-            self._inside, self._unused, self._ever = None, False, True
+        if self._stepping == id(optimizer):
+            self._stepping = None
+            if self._state is State.AVERAGED:
+                self._state = State.USED
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+        """The parameters of an optimizer that are this handle's, too."""
+        return (p for group in optimizer.param_groups for p in group["params"] if self._is_ours(p))
 
     def _is_ours(self, p: Tensor) -> bool:
         reference = self._ours.get(id(p))
