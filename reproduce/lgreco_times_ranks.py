@@ -231,8 +231,9 @@ def _timed(trainer: _Trainer, plans: dict[str, dict[str, Any]], setting: Setting
                 step_s, exchange_s = _median_step(trainer, *_DENSE_STEPS)
             else:
                 handle.set_layers(plan["specs"])
-                plan["bucket_nbytes"] = [sum(map(handle.layers.sent_nbytes, layers)) for layers in buckets]
                 step_s, exchange_s = _median_step(trainer, _WAKING, setting.steps)
+                own = handle.layer_stats()
+                plan["bucket_nbytes"] = [sum(own[name].sent_bytes for name in layers) for layers in buckets]
             plan["sent_bytes"] = handle.stats().last.sent_bytes
             plan["step_s"].append(step_s)
             plan["exchange_s"].append(exchange_s)

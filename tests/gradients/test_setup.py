@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import narrowband as nb
-from tests.gradients.training import compress, flat, heard, mlp, refusal, train, wrap
+from tests.gradients.training import compress, flat, heard, loss_of, mlp, refusal, train, wrap
 from tests.ranks import run_ranks
 
 
@@ -193,8 +193,9 @@ def what_is_said(rank, world_size):
         ("as they are", lambda: mlp(torch.bfloat16), {"spec": "none", "min_numel": 64}),
     ):
         with heard() as messages:
-            handle = compress(wrap(make()), **arguments)
+            handle = compress(model := wrap(make()), **arguments)
         said[name] = messages
+    loss_of(model, 0, rank, torch.bfloat16).backward()
     for layer in handle.layer_stats().values():
         assert layer.sent_bytes == layer.raw_bytes == 2 * layer.numel
     return said

@@ -67,7 +67,7 @@ def counted(rank, world_size, cases):
         step(net, 4, rank)
         dist.barrier()
         sent = tcp_sent_nbytes() - before
-        said = sum(handle.layers.sent_nbytes(name) for name in WEIGHTS)
+        said = sum(handle.layers.traffic.nbytes([(handle.layers.spec_for(name), (SIDE, SIDE)) for name in WEIGHTS]))
         found.append((handle.plan, said, handle.stats().last.sent_bytes, sent))
     return found
 

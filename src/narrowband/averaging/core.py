@@ -105,6 +105,7 @@ class Averaging:
         self._open_step: Step | None = None  # the step that the engine works on
         self._lock = threading.Lock()
         self._total, self._last = StepStats(), StepStats()
+        self._sent: dict[str, int] = {}  # bytes of each layer, in the last step that it was in
         self._errors: dict[str, float] = {}
         self._unread: list[_Unread] = []
         self._connect(group)
@@ -360,10 +361,13 @@ class Averaging:
         future.set_result(result)
         return future
 
-    def _finished(self, step: StepStats, errors: Mapping[str, float], findings: Findings | None) -> None:
+    def _finished(
+        self, step: StepStats, sent: Mapping[str, int], errors: Mapping[str, float], findings: Findings | None
+    ) -> None:
         with self._lock:
             if findings is not None:
                 self._unread.append(_Unread(step, findings))
+            self._sent.update(sent)
             self._errors.update(errors)
             self._step += 1
             self._open_step = None

@@ -82,7 +82,7 @@ class Handle(Averaging):
         self._check_between_steps("layer_stats")
         layers, found = self.layers, {}
         with self._lock:
-            errors = dict(self._errors)
+            sent, errors = dict(self._sent), dict(self._errors)
         for p, own in layers.parameters.by_tensor.items():
             if not own.compressed:
                 continue
@@ -92,7 +92,7 @@ class Handle(Averaging):
                 spec=str(layers.spec_for(name)),
                 numel=numel,
                 raw_bytes=all_reduce_nbytes(numel * p.element_size(), self.size),
-                sent_bytes=layers.sent_nbytes(name),
+                sent_bytes=sent.get(name, 0),
                 relative_error=errors.get(name),
                 residual_norm=math.sqrt(math.fsum(squared_norm(x) for x in kept)) if kept else None,
             )
@@ -325,7 +325,7 @@ class Handle(Averaging):
         self._paused = mine["paused"]
         self._seed = mine["seed"]
         self._loss_scale.value = mine["loss_scale"] or 1.0  # older states have None for gradients that were not scaled
-        self._total, self._last, self._errors, self._unread = StepStats(), StepStats(), {}, []
+        self._total, self._last, self._sent, self._errors, self._unread = StepStats(), StepStats(), {}, {}, []
 
     def _state_facts(self, state: Mapping[str, Any]) -> Facts:
         """What has to be the same in the states that ranks load."""

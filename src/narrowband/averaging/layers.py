@@ -197,13 +197,6 @@ class Layers:
         """What tells a policy how many bytes its choices would send here."""
         return Traffic(self._size, self.default, self._collective)
 
-    def sent_nbytes(self, name: str) -> int:
-        """Bytes that a rank sends in a step for a layer as it is now, but for the few that a message has of its own."""
-        own = self.parameters.by_name[name]
-        if self.exact:  # gradients travel as they are, in their own dtype
-            return all_reduce_nbytes(own.shape.numel() * own.vector.dtype.itemsize, self._size)
-        return self._collectives.sent_nbytes(self.spec_for(name), own.shape)
-
     @property
     def collectives(self) -> set[type[Exchange]]:
         """All that layers travel by."""

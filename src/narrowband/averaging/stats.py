@@ -17,8 +17,8 @@ class LayerStats:
         spec: what it is compressed with from the next step on; or, while a warm-up or a pause lasts, after that.
         numel: its elements.
         raw_bytes: what a step would send for it uncompressed, by a ring all-reduce.
-        sent_bytes: what a step with this spec sends; of ``threshold``, where that depends on the gradients, the most
-            that it can be.
+        sent_bytes: what this rank sent for it in the latest step, with its share of what messages have of their own,
+            such as flags; 0 before the first.
         relative_error: as :class:`StepStats` has it, of this layer in the latest step that measured it; None before.
         residual_norm: ‖residual‖, of what this rank has not sent yet; None where there is none.
 

@@ -25,7 +25,7 @@ from narrowband.averaging.parameters import Parameter, Vector
 from narrowband.averaging.stats import StepStats
 from narrowband.codecs import Codec
 from narrowband.codecs.base import squared_norm
-from narrowband.collectives import Exchange, Operand, Transfer, all_reduce_nbytes
+from narrowband.collectives import Exchange, Operand, Transfer, all_reduce_nbytes, shares_of
 from narrowband.errors import UnsupportedError
 from narrowband.kernels import Findings
 
@@ -142,8 +142,8 @@ class Step:
         measure: whether the relative error is measured.
         seed: of the run.
         facts: what this rank is about to do.
-        finished: called with the step's statistics, with relative errors by layer if they were measured, and with what
-            the device found, when all averages are written, before any future is resolved.
+        finished: called with the step's statistics, with bytes and, if measured, relative errors by layer, and with
+            what the device found, when all averages are written, before any future is resolved.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Step:
         measure: bool,
         seed: int,
         facts: Facts,
-        finished: Callable[[StepStats, Mapping[str, float], Findings | None], None],
+        finished: Callable[[StepStats, Mapping[str, int], Mapping[str, float], Findings | None], None],
     ) -> None:
         self._parts = parts
         self._layers, self._peers, self._engine = parts.layers, parts.peers, parts.engine
@@ -188,6 +188,7 @@ class Step:
         self._small_back: list[tuple[Parameter, Tensor, Tensor]] = []
         self._uncompressed_finite = True
         self._stats = StepStats(steps=1)
+        self._sent: dict[str, int] = {}  # bytes, by parameter
         self._wire_before = self._engine.wire_seconds
         self._measure = measure
         #: Where the device notes whether the step counts; None: the host decides.
@@ -276,7 +277,7 @@ class Step:
             self._layers.warn_once("sparse gradients travel uncompressed")
             nbytes = buffer._nnz() * buffer.element_size()
             self._stats.raw_bytes += all_reduce_nbytes(nbytes, size)
-            self._start(self._all_reduce(buffer, all_reduce_nbytes(nbytes, size), check=self.compressing))
+            self._start(self._all_reduce(buffer, nbytes, group.parameters, check=self.compressing))
         else:
             nbytes = buffer.numel() * buffer.element_size()
             self._stats.raw_bytes += all_reduce_nbytes(nbytes, size)
@@ -287,7 +288,7 @@ class Step:
             if real and ((observed and not self._layers.exact) or observer is not None):
                 self._encode(group)
             else:
-                job = self._all_reduce(buffer, all_reduce_nbytes(nbytes, size), check=self.compressing)
+                job = self._all_reduce(buffer, nbytes, group.parameters, check=self.compressing)
                 self._start(job, group.deliver)
         self._send_small(last=last)
         for kind in sorted(self._waiting):
@@ -358,8 +359,7 @@ class Step:
                 kernels.poison_all_if(self.findings.place(Findings.OWN), [flat[-1:] for flat in flagged])
         for vector, flat in vectors.items():
             if not vector.compressed:
-                nbytes = all_reduce_nbytes(flat.numel() * flat.element_size(), self._peers.size)
-                self._start(self._all_reduce(flat, nbytes, check=True))
+                self._start(self._all_reduce(flat, flat.numel() * flat.element_size(), check=True))
 
     def _send_fused(self, vectors: Mapping[Vector, Tensor]) -> None:
         """Compress and send these vectors of small parameters."""
@@ -398,14 +398,16 @@ class Step:
         # 64 bits of (seed, step, parameter, rank); the kernels' hash does the mixing.
         return lambda rank: (seed * 0x9E3779B97F4A7C15 + (step << 32) + (index << 12) + rank) & 0xFFFFFFFFFFFFFFFF
 
-    def _all_reduce(self, x: Tensor, nbytes: int, *, check: bool = False) -> Job:
-        """Average in place, uncompressed."""
-        peers = self._peers
+    def _all_reduce(self, x: Tensor, nbytes: int, of: Sequence[Parameter] = (), *, check: bool = False) -> Job:
+        """Average in place, uncompressed, so many bytes of these parameters."""
+        peers, sent = self._peers, all_reduce_nbytes(nbytes, self._peers.size)
+        self._stats.sent_bytes += sent
+        for parameter, share in zip(of, shares_of(sent, [each.shape.numel() for each in of]), strict=True):
+            self._sent[parameter.name] = share
         # The values of a sparse gradient may be memory that the rest of backward still reads: an embedding's are the
         # gradient of its output.
         own = x / peers.size if x.is_sparse else x.div_(peers.size)
         if peers.size > 1:
-            self._stats.sent_bytes += nbytes
             yield Transfer(lambda: dist.all_reduce(own, group=peers.group, async_op=True))
         if x.is_sparse:
             x.copy_(own)  # takes its memory
@@ -467,6 +469,7 @@ class Step:
         stats = self._stats
         for exchange in self._exchanges:
             stats.sent_bytes += exchange.sent_nbytes
+            self._sent |= exchange.sent
             stats.encode_s += exchange.encode_seconds
             stats.decode_s += exchange.decode_seconds
         stats.skipped = int(self._good is False)
@@ -478,7 +481,7 @@ class Step:
         if norms and math.isfinite(encoded):
             stats.relative_error = sum(n.lost for _, n in norms) / encoded if encoded else 0.0
         errors = {key: n.lost / n.encoded if n.encoded else 0.0 for key, n in norms}
-        self._finished(stats, errors, self.findings)
+        self._finished(stats, self._sent, errors, self.findings)
 
     def abandon(self, error: BaseException) -> None:
         """The engine broke: put the feedback back, and pass the error on to whoever waits."""

@@ -15,7 +15,7 @@ from narrowband.collectives.executor import SerialExecutor
 from narrowband.collectives.groups import Loan, borrow, can_send_from, group_of, new_group
 from narrowband.collectives.operand import Operand
 from narrowband.collectives.peers import Peers
-from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes
+from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes, shares_of
 
 __all__ = [
     "COLLECTIVES",
@@ -39,4 +39,5 @@ __all__ = [
     "collective",
     "group_of",
     "new_group",
+    "shares_of",
 ]

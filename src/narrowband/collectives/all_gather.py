@@ -128,14 +128,15 @@ class AllGather(Exchange):
             yield Transfer(lambda: all_gather(sizes, mine, self.peers), later=[queue])
             self._spans = [spans_of(row) for row in sizes.tolist()]
             capacity = max(spans[-1].stop for spans in self._spans)
-            self.sent_nbytes += all_gather_nbytes(8 * len(self.operands), size)
+            self._count(all_gather_nbytes(mine.nbytes, size), [(operand, 8) for operand in self.operands])
             payload = torch.zeros(capacity + TRAILER, dtype=torch.uint8, device=device)
             torch.cat(self._payloads, out=payload[: self._spans[self.peers.rank][-1].stop])
         payload[capacity:] = 0 if self._locally_finite or self.findings is not None else 1
         if self.findings is not None:
             payload[capacity : capacity + 1].copy_(self.findings.place(Findings.OWN))
         received = torch.empty(size, capacity + TRAILER, dtype=torch.uint8, device=device)
-        self.sent_nbytes += all_gather_nbytes(payload.numel(), size)
+        own = [each.numel() for each in self._payloads]
+        self._count(all_gather_nbytes(payload.numel(), size), zip(self.operands, own, strict=True))
         gather = all_gather_in_pairs if in_pairs else all_gather
         yield Transfer(lambda: gather(received, payload, self.peers), queue)
         if self.findings is None:

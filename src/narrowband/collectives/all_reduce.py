@@ -90,7 +90,8 @@ class AllReduce(Exchange):
         values = self._sum.view(wire_dtype)
         values.div_(self.peers.size)  # before the sum, which might leave the range of 16 bits
         if self.peers.size > 1:
-            self.sent_nbytes += all_reduce_nbytes(self._sum.numel(), self.peers.size)
+            sizes = [payload.numel() for payload in self._payloads]
+            self._count(all_reduce_nbytes(sum(sizes), self.peers.size), zip(self.operands, sizes, strict=True))
             yield Transfer(lambda: dist.all_reduce(values, group=self.peers.group, async_op=True))
         if stateful:  # inf and NaN survive the sum, and every rank holds the same sum
             with self._noting(Findings.ANY):

@@ -23,11 +23,12 @@ import torch
 
 from narrowband import kernels
 from narrowband.codecs.base import dims, squared_norm
+from narrowband.collectives.traffic import shares_of
 from narrowband.feedback.base import Norms
 from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -109,7 +110,8 @@ class Exchange(ABC):
         self.peers = peers
         self.measure = measure
         self.state = state
-        self.sent_nbytes = 0
+        #: Bytes that this rank has sent, by the keys of operands. Each has its share of all that is in a message.
+        self.sent: dict[str, int] = {}
         self.encode_seconds = 0.0
         self.decode_seconds = 0.0
         #: After the job: whether every rank's tensors were finite.
@@ -151,6 +153,17 @@ class Exchange(ABC):
     def _noting(self, what: int) -> AbstractContextManager[None]:
         """Loops note what they find, if the host is not to wait for it."""
         return nullcontext() if self.findings is None else self.findings.noting(what)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank has sent."""
+        return sum(self.sent.values())
+
+    def _count(self, nbytes: int, parts: Iterable[tuple[Operand, int]]) -> None:
+        """Note that this rank sends so many bytes, for operands whose parts of them are so large."""
+        operands, sizes = zip(*parts, strict=True)
+        for operand, share in zip(operands, shares_of(nbytes, sizes), strict=True):
+            self.sent[operand.key] = self.sent.get(operand.key, 0) + share
 
     def flag(self, finite: bool) -> None:
         """Let this exchange's trailer also say whether other tensors of its sender are finite."""

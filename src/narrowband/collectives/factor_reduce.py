@@ -244,7 +244,7 @@ class FactorReduce(Exchange):
             block.p = place
         self._parts = places[len(self._blocks) :]
         self.encode_seconds += time.perf_counter() - begin
-        yield self._sum(first)
+        yield self._sum(first, [block.p for block in self._blocks], self._parts)
         self.finite = kernels.all_finite(first)
         if not self.finite or not self._blocks:
             return  # on all ranks alike
@@ -260,7 +260,7 @@ class FactorReduce(Exchange):
             if self.measure and not rounds_left:
                 self._measure()
             self.encode_seconds += time.perf_counter() - begin
-            yield self._sum(second)
+            yield self._sum(second, [block.q for block in self._blocks])
             begin = time.perf_counter()
             second.div_(self.peers.size)
             if rounds_left:
@@ -270,16 +270,29 @@ class FactorReduce(Exchange):
                     block.p = place
                     self._project(block)
                 self.encode_seconds += time.perf_counter() - begin
-                yield self._sum(first)
+                yield self._sum(first, [block.p for block in self._blocks])
             else:
                 self.finite = kernels.all_finite(second)
                 self.encode_seconds += time.perf_counter() - begin
 
-    def _sum(self, x: Tensor) -> Transfer:
-        """The sum over all ranks, in place."""
+    def _sum(self, x: Tensor, factors: Sequence[Tensor], parts: Sequence[Tensor] = ()) -> Transfer:
+        """The sum over all ranks, in place.
+
+        Args:
+            x: what is added up: all that follows, end to end.
+            factors: of each block, (count, r, n).
+            parts: of what is not factored.
+        """
         if self.peers.size == 1:
             return Transfer(lambda: None, later=["group"])
-        self.sent_nbytes += all_reduce_nbytes(4 * x.numel(), self.peers.size)
+        blocks = zip(self._blocks, factors, strict=True)
+        own = [
+            (matrix.operand, rows.numel())
+            for block, of in blocks
+            for matrix, rows in zip(block.matrices, of, strict=True)
+        ]
+        own += [(matrix.operand, part.numel()) for matrix, part in zip(self._whole, parts, strict=False)]
+        self._count(all_reduce_nbytes(4 * x.numel(), self.peers.size), own)
         return Transfer(lambda: dist.all_reduce(x, group=self.peers.group, async_op=True), later=["group"])
 
     def _measure(self) -> None:

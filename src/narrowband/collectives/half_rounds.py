@@ -108,7 +108,7 @@ class HalfRounds(FactorReduce):
             if not half:
                 self._parts = places[len(self._blocks) :]
             self.encode_seconds += time.perf_counter() - begin
-            yield self._sum(together)
+            yield self._sum(together, [block.p for block in self._blocks], self._parts if not half else ())
             begin = time.perf_counter()
             self.finite = kernels.all_finite(together)
             if not self.finite or not self._blocks:

@@ -106,7 +106,8 @@ class ScatterReduce(Exchange):
         send = self._by_owner(sizes, torch.empty(sum(to_each), dtype=torch.uint8, device=device))
         received = torch.empty(size, to_each[rank], dtype=torch.uint8, device=device)
         self.encode_seconds += time.perf_counter() - begin
-        self.sent_nbytes += send.numel() - to_each[rank]
+        to_others = [(operand, sum(row) - row[rank]) for operand, row in zip(self.operands, sizes, strict=True)]
+        self._count(send.numel() - to_each[rank], to_others)
         queue: QueueName = "group" if self.peers.pairs is None else "pairs"
         from_each = [to_each[rank]] * size
         yield Transfer(lambda: all_to_all(received, send, from_each, to_each, self.peers), queue, later=["group"])
@@ -115,7 +116,7 @@ class ScatterReduce(Exchange):
         self._average_own(received, second)
         self._received = torch.empty(size, second.numel(), dtype=torch.uint8, device=device)
         self.decode_seconds += time.perf_counter() - begin
-        self.sent_nbytes += all_gather_nbytes(second.numel(), size)
+        self._count(all_gather_nbytes(second.numel(), size), zip(self.operands, self._columns[rank], strict=True))
         yield Transfer(lambda: all_gather(self._received, second, self.peers))
         self.finite = not bool(self._received[:, -1].any())
 

@@ -129,7 +129,7 @@ class SparseReduce(Exchange):
             mine = self._counted(numbers)
             of_all = torch.empty(size, len(mine), dtype=torch.int64, device=device)
             yield Transfer(lambda: all_gather(of_all, mine, self.peers), later=["group", "pairs"])
-            self.sent_nbytes += (size - 1) * mine.nbytes
+            self._count((size - 1) * mine.nbytes, [(operand, 8) for operand in self.operands])
             numbers = of_all.amax(0).tolist()
         begin = time.perf_counter()
         self._lay_out([number or 0 for number in numbers])
@@ -137,7 +137,7 @@ class SparseReduce(Exchange):
         self._write_rows(send)
         received = torch.empty_like(send)
         self.encode_seconds += time.perf_counter() - begin
-        self.sent_nbytes += send.numel() - self._row - TRAILER
+        self._count(send.numel() - self._row - TRAILER, _widths(self.operands, self._rooms))
         queue: QueueName = "group" if self.peers.pairs is None else "pairs"
         sizes = [self._row + TRAILER] * size
         yield Transfer(lambda: all_to_all(received, send.view(-1), sizes, sizes, self.peers), queue, later=["group"])
@@ -146,7 +146,7 @@ class SparseReduce(Exchange):
         self._add_up(received, second)
         arrived = torch.empty(size, second.numel(), dtype=torch.uint8, device=device)
         self.decode_seconds += time.perf_counter() - begin
-        self.sent_nbytes += (size - 1) * second.numel()
+        self._count((size - 1) * second.numel(), _widths(self.operands, self._sums))
         yield Transfer(lambda: all_gather(arrived, second, self.peers))
         self.finite = not bool(arrived[:, -1].any())
         if self.finite:
@@ -261,6 +261,11 @@ def _deal(operand: Operand, elements: tuple[Tensor, Tensor], local: Tensor, valu
     largest = table_values.abs().topk(room, dim=1).indices.sort(dim=1).values
     local.copy_(table.gather(1, largest))
     values.copy_(table_values.gather(1, largest))
+
+
+def _widths(operands: Sequence[Operand], spans: Sequence[slice]) -> list[tuple[Operand, int]]:
+    """How many elements each has in a message."""
+    return [(operand, span.stop - span.start) for operand, span in zip(operands, spans, strict=True)]
 
 
 def _kept(operand: Operand) -> int | None:

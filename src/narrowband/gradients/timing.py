@@ -63,7 +63,8 @@ def measure_times(
             slowest = torch.tensor([statistics.median(taken)], dtype=torch.float64, device=handle.device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=handle.process_group)
             seconds.append(float(slowest))
-            nbytes.append([sum(map(handle.layers.sent_nbytes, names)) for names in buckets])
+            layers = handle.layer_stats()
+            nbytes.append([sum(layers[name].sent_bytes for name in names) for names in buckets])
     finally:
         handle.set_layers(before)
     return fit_times(buckets, nbytes, seconds)
