@@ -373,6 +373,44 @@ class WithOutput(Checkpointed):
         return output
 
 
+class Odd:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+class WithOddOutput(WithOutput):
+    """What it returns is of a class that nobody looks into."""
+
+    def forward(self, x, y):
+        return Odd(super().forward(x, y).loss)
+
+
+def checkpointed_odd_output(rank, world_size):
+    found = []
+    for reentrant in (True, False):
+        model = WithOddOutput(reentrant)
+        model.blocks = nn.ModuleList()
+        handle = compress(model, LOSSLESS)
+        said = refusal(model(*data(0, rank)).loss.backward)
+        model.zero_grad()
+        model.reentrant = False
+        model(*data(0, rank)).loss.backward()
+        found.append((said, handle.step, torch.cat([p.grad.flatten() for p in model.parameters()])))
+    return found
+
+
+def test_a_backward_whose_end_nobody_tells_is_an_error_before_anything_is_averaged():
+    for (said, steps, found), (none, as_many, expected) in run_ranks(checkpointed_odd_output, 2):
+        assert said[0] == "UnsupportedError"
+        assert (
+            "return them in lists, tuples, dictionaries or dataclasses, or checkpoint with use_reentrant=False"
+            in said[1]
+        )
+        assert none is None
+        assert (steps, as_many) == (1, 2)
+        torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
 def checkpointed_output(rank, world_size):
     found = []
     for reentrant in (True, False):

@@ -17,7 +17,7 @@ step has arrived, and where one has seen inf or NaN, all have NaN in the last gr
 
 The end of backward is that of the outermost one, which the model's outputs tell of. A checkpoint with
 ``use_reentrant=True`` runs backward inside of backward. A parameter that it uses may get its gradient in several parts;
-where one comes after the parameter was sent, that is an error.
+where one comes after the parameter was sent, that is an error. So it is where outputs are of a kind that cannot tell.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +47,7 @@ from narrowband.gradients.left import Left
 from narrowband.gradients.steps import Steps
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Iterator, Mapping
 
     from narrowband.averaging.parameters import Parameter
@@ -160,6 +162,12 @@ class ModuleCompression(GradientCompression):
         if self._removed or not self._syncing:
             return
         if self._backward is None:  # the model's outputs did not tell
+            if _in_backward_of_another():
+                raise UnsupportedError(
+                    "a checkpoint with use_reentrant=True runs backward inside of backward, and in what the model "
+                    "returned no tensors were found that tell when the outer one ends: return them in lists, tuples, "
+                    "dictionaries or dataclasses, or checkpoint with use_reentrant=False"
+                )
             self.begin()
         self._any = True
         at = self._group_of[p]
@@ -312,6 +320,18 @@ def _arrival(handle: weakref.ref[ModuleCompression]) -> Any:
             own.arrived(p)
 
     return unseen(arrived)
+
+
+def _in_backward_of_another() -> bool:
+    """Whether this backward pass runs in a function of another one."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _BACKWARD_OF_FUNCTIONS:
+        frame = frame.f_back
+    return frame is not None
+
+
+#: What runs the backward of a function that is written in Python.
+_BACKWARD_OF_FUNCTIONS = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def _small_shards(module: nn.Module, by_name: Mapping[str, Parameter], min_numel: int) -> set[str]:
