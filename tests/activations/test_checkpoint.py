@@ -488,8 +488,17 @@ def test_an_error_of_a_checkpoint_with_exact_inputs_is_pytorchs_own_and_nothing_
             self.calls += 1
             return super().forward(x[: len(x) // self.calls]).tanh()
 
-    for operators, remedy in (({"checkpoint": "off"}, False), ({}, True)):
-        model = Around(Changes(32, 32), use_reentrant=False)
+    class OfAnotherType(Changes):
+        def forward(self, x):
+            self.calls += 1
+            return nn.Linear.forward(self, x).to((torch.float32, torch.bfloat16)[self.calls - 1]).tanh().float()
+
+    for operators, remedy, kind in (
+        ({"checkpoint": "off"}, False, Changes),
+        ({}, True, Changes),
+        ({}, False, OfAnotherType),
+    ):
+        model = Around(kind(32, 32), use_reentrant=False)
         with pytest.raises(CheckpointError) as raised:
             step(model, (torch.randn(64, 32),), operators=operators)
         assert ("Keep these inputs exact" in str(raised.value)) == remedy

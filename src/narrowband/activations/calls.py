@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import types
 import weakref
@@ -361,6 +362,9 @@ def _compare(kept: weakref.ref[Any], compare: Any, *run: Any) -> None:
     try:
         compare(there, *run)
     except checkpoint.CheckpointError as error:
+        shapes = re.findall(r"torch\.Size\(\[.*?\]\)", str(error))  # of each tensor, in the first run and the second
+        if shapes and shapes[::2] == shapes[1::2]:
+            raise  # rounding changes no dtype and no device
         raise checkpoint.CheckpointError(
             "torch.utils.checkpoint: the second run saved other tensors than the first. It began from inputs that "
             "compress_activations kept in few bits, so a module that routes, compares or takes an argmax may go "
