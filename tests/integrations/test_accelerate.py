@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gradients.training import heard, loss_of, mlp, refusal, sgd
+from tests.gradients.training import flat, heard, loss_of, mlp, refusal, sgd
 from tests.integrations.direct import (
     ACCUMULATE,
     CLIP,
@@ -194,3 +194,27 @@ def test_the_example_learns_and_sends_less(tmp_path):
     losses, ratio = learned(on_two_ranks(example, *words)[0])
     assert losses[-1] < 4.5  # guessing bytes evenly would be ln 256 = 5.5
     assert ratio >= 40
+
+
+def local_steps(rank, world_size, spec):
+    """Steps of local SGD, and one behind it."""
+    from accelerate.local_sgd import LocalSGD
+
+    run = Run(rank, world_size, spec)
+    parted = []
+    with LocalSGD(accelerator=run.accelerator, model=run.model, local_sgd_steps=3) as local:
+        for step in range(6):
+            run.accelerator.backward(loss_of(run.model, step, rank))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            local.step()
+            parted.append(flat(run.model))
+    steps = run.handle.step
+    run.train(range(6, 7))
+    return parted, steps, run.handle.step
+
+
+def test_local_sgd_sends_parameters_and_no_gradients_so_nothing_is_compressed():
+    (mine, before, after), (its, *_) = on_two_ranks(local_steps, SPEC)
+    assert [torch.equal(a, b) for a, b in zip(mine, its, strict=True)] == [False, False, True] * 2
+    assert (before, after) == (0, 1)
