@@ -200,3 +200,53 @@ def test_no_step_waits_for_a_compiler(spec, threads):
     ((before, later),) = run_ranks(asked_for_loops, 1, spec, threads, fresh=True, timeout_s=600)
     assert before
     assert later == []
+
+
+class Scaled(nn.Module):
+    """A factor of the outermost module, and a layer and a bias that DDP is to leave out, beside others."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.body = nn.Parameter(torch.ones(8)), mlp()
+
+    def forward(self, x):
+        return self.factor * self.body(x)
+
+
+IGNORED = ("factor", "body.3.weight", "body.6.bias")
+
+
+def with_ignored(rank, world_size):
+    found = []
+    for spec in (None, LOSSLESS):
+        model = Scaled()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, IGNORED)
+        wrapped = wrap(model)
+        handle = None if spec is None else compress(wrapped, spec, min_numel=64, early=True)
+        train(wrapped, rank, range(3))
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    sent = [handle.stats().last.sent_bytes, [each.sent_bytes for each in handle.layer_stats().values()]]
+    local = sgd(wrapped)
+    for name, p in model.named_parameters():
+        p.grad = torch.ones_like(p) if name in IGNORED[1:] else None
+    return (
+        found,
+        sent,
+        list(handle.layer_stats()),
+        handle.layers.parameters.numel,
+        [refusal(local.step) for _ in range(4)],
+    )
+
+
+def test_what_ddp_is_told_to_leave_out_is_left_out():
+    """Of the outermost module it leaves nothing out, whatever it is told: so it looks for names."""
+    (mine, *_), (its, *_) = answers = run_ranks(with_ignored, 2)
+    for (plain, ours), (sent, by_layer), layers, numel, errors in answers:
+        assert all(torch.equal(ours[name], x) for name, x in plain.items())
+        assert layers == ["body.0.weight", "body.5.weight", "body.6.weight"]
+        small = 8 + 3 * 40 + 32 + 16
+        assert numel == small + 24 * 40 + 16 * 32 + 8 * 16
+        assert sent == sum(by_layer) + 4 * (small + 1) + FINGERPRINT
+        assert set(errors) == {None}  # steps of these alone are none of the handle's
+    for name, x in mine[1].items():
+        assert torch.equal(x, its[1][name]) == (name not in IGNORED[1:]), name

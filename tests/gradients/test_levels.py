@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
+from narrowband.averaging.who import averaged_by
 from narrowband.gradients import node as node_module
 from narrowband.gradients.levels import shards_of
 from tests.gradients.training import (
@@ -216,6 +218,13 @@ def narrow():
     return nn.Sequential(nn.Linear(24, 1, bias=False), nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 8))
 
 
+def partly_ignored():
+    """The same; and DDP leaves out a matrix."""
+    model = narrow()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["3.weight"])
+    return model
+
+
 def not_finite(rank, world_size, cap, make, where):
     model = wrap(make(), cap=cap)
     handle = compress(model, "topk:density=0.1+ef", nodes=2, min_numel=32)
@@ -227,7 +236,7 @@ def not_finite(rank, world_size, cap, make, where):
         layer, row = where
         model.module[layer].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([row]), math.inf))
     loss.backward()
-    bad = [bool(p.grad.isnan().all()) for p in model.parameters()]
+    bad = [bool(p.grad.isnan().all()) for _, p in averaged_by(model)]
     after = handle.state_dict()["feedback"]
     same = all(torch.equal(x, after[name]) for name, x in before.items())
     return bad, same, handle.stats().total.skipped
@@ -235,7 +244,11 @@ def not_finite(rank, world_size, cap, make, where):
 
 @pytest.mark.parametrize(
     ("cap", "make", "where"),
-    [(HUGE, mlp, (0, 39)), (TINY, mlp, (0, 39)), (TINY, narrow, (1, 0)), (TINY, narrow, (1, 39))],
+    [
+        (HUGE, mlp, (0, 39)),
+        *((TINY, make, where) for make, where in [(mlp, (0, 39)), (narrow, (1, 0)), (narrow, (1, 39))]),
+        *((TINY, partly_ignored, (1, row)) for row in (0, 39)),
+    ],
 )
 def test_where_one_shard_is_not_finite_no_rank_of_any_node_commits(cap, make, where):
     for bad, same, skipped in run_ranks(not_finite, 4, cap, make, where):

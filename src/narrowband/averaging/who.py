@@ -22,10 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from torch import Tensor
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     "AveragesLater",
+    "averaged_by",
     "averaging_of",
     "bare",
     "ddp_of",
@@ -67,6 +69,20 @@ def ddp_of(module: nn.Module) -> DistributedDataParallel | None:
 def ddps_in(module: nn.Module) -> dict[str, DistributedDataParallel]:
     """All that a module is or holds, whatever is around them, by name; its own name is empty."""
     return {name: each for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)}
+
+
+def averaged_by(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
+    """Name and tensor of each parameter whose gradients, if it has any, go into DDP's buckets, in the model's order.
+    These are all but those that it was told to ignore, or to average later by itself.
+    """
+    # As it looks for them: the name of a parameter of the outermost module begins with a dot there.
+    found = {
+        p
+        for at, module in ddp.module.named_modules()
+        for name, p in module.named_parameters(recurse=False)
+        if f"{at}.{name}" not in ddp.parameters_to_ignore
+    }
+    return [(name, p) for name, p in ddp.module.named_parameters() if p in found]
 
 
 def is_unit(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.who import averaged_by
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.handle import GradientCompression
 from narrowband.gradients.steps import Steps
@@ -61,14 +62,14 @@ class DDPCompression(GradientCompression):
         inside: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            model.module.named_parameters() if tensors is None else tensors,
+            averaged_by(model) if tensors is None else tensors,
             norms_of(model.module) if norms is None else norms,
             settings,
             group,
             set_up="compress_gradients",
             step="backward",
             inside=inside,
-            owners=None if tensors is None else dict(model.module.named_parameters()),
+            owners=None if tensors is None else dict(averaged_by(model)),
             later=at_the_end_of_backward,
         )
         self._all_used = not model.find_unused_parameters
@@ -76,7 +77,7 @@ class DDPCompression(GradientCompression):
         self._coming: list[list[str]] = []
         self._hook = weakref.ref(hook)
         self._model = weakref.ref(model)
-        self._steps = Steps(self, model.module.parameters()) if self.size > 1 else None
+        self._steps = Steps(self, (p for _, p in averaged_by(model))) if self.size > 1 else None
         hook.attach(self)
 
     def _delivers_all(self, *, in_backward: bool) -> bool:

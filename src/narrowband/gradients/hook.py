@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowband.averaging.optim import only_makes_state
 from narrowband.averaging.parameters import refuse_unaveraged
+from narrowband.averaging.who import averaged_by
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.left import Left
 
@@ -179,7 +180,7 @@ class _Watch:
         self._ever_used = False
         self._hook, self._handle = weakref.ref(hook), weakref.ref(handle)
         model = hook.model
-        trained = [] if model is None else [p for p in model.module.parameters() if p.requires_grad]
+        trained = [] if model is None else [p for _, p in averaged_by(model) if p.requires_grad]
         self._ours = {id(p): weakref.ref(p) for p in trained}
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _listen()

@@ -39,6 +39,7 @@ from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.plans import plan_of_shards
 from narrowband.averaging.step import ADVICE, fill_with_nan
+from narrowband.averaging.who import averaged_by
 from narrowband.collectives import SerialExecutor, borrow, group_of
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression, at_the_end_of_backward
@@ -197,7 +198,8 @@ class TwoLevelCompression(DDPCompression):
 
     def __init__(self, model: DistributedDataParallel, hook: Hook, settings: Settings, levels: Levels) -> None:
         size, rank = dist.get_world_size(levels.inside), dist.get_rank(levels.inside)
-        trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
+        named_whole = averaged_by(model)
+        trained = [(name, p) for name, p in named_whole if p.requires_grad]
         self._places = {p: shards_of(p.shape, size, index) for index, (_, p) in enumerate(trained)}
         shards = own_shards([p for _, p in trained], size, rank)
         self._shard_names = {p: name for name, p in trained if p in shards}
@@ -210,8 +212,8 @@ class TwoLevelCompression(DDPCompression):
             raise UnsupportedError(f"a node of {size} ranks has more of them than this model has rows to share")
         self._size, self._rank = size, rank
         if settings.plan is not None:
-            whole, norms = list(model.module.named_parameters()), norms_of(model.module)
-            plan = plan_of_shards(settings.plan, whole, named, [*norms, *small], settings)
+            norms = norms_of(model.module)
+            plan = plan_of_shards(settings.plan, named_whole, named, [*norms, *small], settings)
             settings = replace(settings, plan=plan)
         device = trained[0][1].device
         self._inside: Loan = borrow(levels.inside, device)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowband.averaging.plans import plan_of_sharded
 from narrowband.averaging.replicas import check_parts, check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
-from narrowband.averaging.who import shares_with
+from narrowband.averaging.who import averaged_by, shares_with
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression
 from narrowband.gradients.hook import hook_of
@@ -138,7 +138,7 @@ def compress_gradients(
             )
         hook = hook_of(model)
         group = process_group or model.process_group
-        parameters = list(model.module.named_parameters())
+        parameters = averaged_by(model)
         settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
         levels = None if nodes is None else levels_of(nodes, group, next(model.parameters()).device)
         if levels is None:
