@@ -7,7 +7,7 @@ import pytest
 
 import narrowband as nb
 from narrowband.adapt import bucket_priority, fit_times
-from tests.gradients.training import compress, loss_of, mlp, sgd, wrap
+from tests.gradients.training import compress, loss_of, mlp, refusal, sgd, wrap
 from tests.ranks import run_ranks
 
 BUCKETS = [["head"], ["body.1", "body.2"], ["stem"]]
@@ -66,6 +66,23 @@ def test_too_few_samples_are_refused():
         fit_times(BUCKETS, np.ones((3, 3)), np.ones(3))
     with pytest.raises(ValueError, match=r"\(5, 3\)"):
         fit_times(BUCKETS, np.ones((5, 2)), np.ones(5))
+
+
+def measured_too_early(rank, world_size):
+    model = wrap(mlp())
+    handle = compress(model, "topk:density=0.1+ef", min_numel=64, warmup_steps=20)
+    choices = ["topk:density=0.01", "topk:density=0.3"]
+    return refusal(
+        lambda: nb.measure_times(
+            handle, lambda: loss_of(model, 0, rank).backward(), choices, samples=4, steps=1, warmup_steps=0
+        )
+    )
+
+
+def test_measuring_while_nothing_is_compressed_is_an_error():
+    for error in run_ranks(measured_too_early, 2):
+        assert error[0] == "RuntimeError"
+        assert "whatever was chosen, the same was sent" in error[1]
 
 
 def measured(rank, world_size, spec, choices):

@@ -39,6 +39,9 @@ def measure_times(
         warmup_steps: steps before these.
         seed: of the choices; the same on all ranks.
 
+    Raises:
+        RuntimeError: the same was sent whatever was chosen: the handle is paused, or warms up.
+
     Example:
         >>> times = nb.measure_times(handle, step, ["powersgd:rank=1", "powersgd:rank=8"])
         >>> nb.LGreCo("powersgd:rank=4", objective="time", seconds_per_byte=times.seconds_per_byte)
@@ -67,4 +70,9 @@ def measure_times(
             nbytes.append([sum(layers[name].sent_bytes for name in names) for names in buckets])
     finally:
         handle.set_layers(before)
+    if handle.size > 1 and len(set(choices)) > 1 and len({tuple(row) for row in nbytes}) == 1:
+        raise RuntimeError(
+            "measure_times: whatever was chosen, the same was sent, so times say nothing: the handle is paused, or a "
+            "warm-up lasts; measure when that is over"
+        )
     return fit_times(buckets, nbytes, seconds)
