@@ -174,6 +174,42 @@ def test_skipped_steps_line_searches_and_loops_without_an_optimizer_are_nothing_
     assert run_ranks(what_takes_no_turns_by_right, 2, kind) == [([], True)] * 2
 
 
+def momentum_in_both_places(rank, world_size, kind):
+    """What is said of momentum that nobody has looked at, and of momentum that a schedule cycles."""
+    found = []
+    for make in (
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        lambda p: nb.DGCSGD(p, lr=0.05, weight_decay=0.1),
+    ):
+        for cycles in (False, True):
+            model = model_of(kind)
+            optimizer = make(model.parameters())
+            own = optimizer if isinstance(optimizer, nb.DGCSGD) else None
+            compress(model, "dgc:density=0.1", min_numel=64, optimizer=own)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=cycles)
+            with heard() as said:
+                for step in range(3):
+                    train(model, rank, [step], optimizer)
+                    schedule.step()
+            found.append(said)
+    return found
+
+
+@KINDS
+def test_momentum_that_is_not_what_dgc_supposes_is_said_once(kind):
+    (twice, also_twice, right, cycled), others = run_ranks(momentum_in_both_places, 2, kind)
+    assert others == [[]] * 4
+    assert right == []
+    for said, words in (
+        (twice, "SGD has momentum=0.9, and dgc"),
+        (also_twice, "SGD has momentum="),
+        (cycled, "DGCSGD has"),
+    ):
+        (message,) = said
+        assert words in message
+        assert "cycle_momentum=False" in message
+
+
 def steps_inside_backward(rank, world_size, kind):
     model = model_of(kind)
     compress(model, SPEC, min_numel=64)

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.flat import local
+from narrowband.averaging.optim import check_momentum
 from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
 
     from narrowband.averaging.layers import Layers
     from narrowband.averaging.stats import StepStats
+    from narrowband.feedback import State
     from narrowband.stats import Stats
 
-__all__ = ["STEPS_WITHOUT_AVERAGE", "Averages", "State", "Steps"]
+__all__ = ["STEPS_WITHOUT_AVERAGE", "Averages", "Steps", "Turn"]
 
 #: An optimizer may step so often with gradients that nobody averaged. One may be a warm-up of somebody's own; three in
 #: a row are a training loop.
@@ -64,7 +66,7 @@ class Averages(Protocol):
         """Of the steps so far."""
 
 
-class State(enum.Enum):
+class Turn(enum.Enum):
     """Where a handle's averages and optimizers' steps stand."""
 
     #: Nothing is to be expected: all that was averaged has been used, and the model was not called since.
@@ -78,7 +80,7 @@ class State(enum.Enum):
 class Steps:
     """The steps that optimizers make with the gradients of one handle.
 
-    What happens in which :class:`State`, and what state is next:
+    What happens in which state (:class:`Turn`), and which is next:
 
     ================  ==========  ================================================  =====================
     what happens      ``USED``    ``CALLED``                                        ``AVERAGED``
@@ -100,9 +102,10 @@ class Steps:
     def __init__(self, handle: Averages, parameters: Iterable[Tensor]) -> None:
         self._handle = weakref.ref(handle)
         self._ours = {id(p): weakref.ref(p) for p in parameters if p.requires_grad}
-        self._state = State.USED
+        self._state = Turn.USED
         #: Who steps: the optimizer that is about it now, by its id; None between two steps; "nobody" before the first.
         self._stepping: int | Literal["nobody"] | None = "nobody"
+        self._momentum_said = False
         #: How many steps in a row each optimizer has made with gradients that nobody averaged.
         self._local: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _listen()
@@ -110,19 +113,19 @@ class Steps:
 
     def called(self) -> None:
         """The model was called, and the gradients of that will be averaged."""
-        if self._state is State.USED:
-            self._state = State.CALLED
+        if self._state is Turn.USED:
+            self._state = Turn.CALLED
 
     def stays_local(self) -> None:
         """They will not: the model was called outside of ``no_sync``, and backward runs in it."""
-        if self._state is State.CALLED:
-            self._state = State.USED
+        if self._state is Turn.CALLED:
+            self._state = Turn.USED
 
     def averaging(self) -> None:
         """A step's gradients are about to be averaged."""
-        if self._state is State.AVERAGED and self._stepping is None:
+        if self._state is Turn.AVERAGED and self._stepping is None:
             self._warn()
-        self._state = State.AVERAGED
+        self._state = Turn.AVERAGED
         self._local.clear()
 
     def _warn(self) -> None:
@@ -163,13 +166,16 @@ class Steps:
     def _use(self, optimizer: torch.optim.Optimizer, handle: Averages) -> None:
         """An optimizer is about to step by gradients that are there."""
         name = type(optimizer).__name__
+        observer = handle.layers.observer
+        if observer is not None and not self._momentum_said:
+            self._check_momentum(optimizer, observer, handle)
         if is_in_backward():
             raise UnsupportedError(
                 f"{name} steps inside backward (in a hook of a parameter), before the averages arrive; step it when "
                 "backward has returned"
             )
-        before, self._state = self._state, State.USED
-        if before is not State.CALLED or handle.paused:
+        before, self._state = self._state, Turn.USED
+        if before is not Turn.CALLED or handle.paused:
             return
         self._local[optimizer] = steps = self._local.get(optimizer, 0) + 1
         if steps < STEPS_WITHOUT_AVERAGE:
@@ -187,12 +193,20 @@ class Steps:
             "handle.pause() or handle.remove() first"
         )
 
+    def _check_momentum(self, optimizer: torch.optim.Optimizer, observer: State, handle: Averages) -> None:
+        """Say so where momentum is not what it was at set-up, or nobody has looked there: schedules may cycle it."""
+        try:
+            check_momentum(optimizer, observer, self._of(optimizer))
+        except ValueError as error:
+            self._momentum_said = True
+            handle.layers.warn_once(f"{error}. If a schedule changes it, give that cycle_momentum=False")
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped, by the averages of its closure if it has one."""
         if self._stepping == id(optimizer):
             self._stepping = None
-            if self._state is State.AVERAGED:
-                self._state = State.USED
+            if self._state is Turn.AVERAGED:
+                self._state = Turn.USED
 
     def _of(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """The parameters of an optimizer that are this handle's, too."""
