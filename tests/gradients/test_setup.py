@@ -41,6 +41,12 @@ def wrong_calls(rank, world_size):
     _apply_optimizer_in_backward(torch.optim.SGD, in_backward.parameters(), {"lr": 0.1})
     in_backward = wrap(in_backward)
     errors["optimizer in backward"] = refusal(lambda: compress(in_backward, "none"))
+    later = mlp()
+    options = {
+        "delay_all_reduce_named_params": [("6.bias", later[6].bias)],
+        "param_to_hook_all_reduce": later[0].weight,
+    }
+    errors["averages that nobody waits for"] = refusal(lambda: compress(wrap(later, **options), "none"))
     twice = wrap(mlp())
     handle = compress(twice, "topk:density=0.1+ef", min_numel=64)
     errors["twice"] = refusal(lambda: compress(twice, "topk:density=0.1+ef"))
@@ -68,6 +74,7 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         "negative warmup_steps": ("ValueError", "warmup_steps=-1"),
         "hook": ("UnsupportedError", "fp16_compress_hook"),
         "optimizer in backward": ("UnsupportedError", "step it after backward instead"),
+        "averages that nobody waits for": ("UnsupportedError", "Wrap it without that"),
         "twice": ("UnsupportedError", "compressed already"),
         "per sample": ("UnsupportedError", "'qsgd:bits=4+aq-sgd' cannot compress gradients: aq-sgd keeps buffers per"),
         "per sample, small": ("UnsupportedError", "gradients are sums over samples"),

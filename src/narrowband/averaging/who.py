@@ -73,7 +73,7 @@ def ddps_in(module: nn.Module) -> dict[str, DistributedDataParallel]:
 
 def averaged_by(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
     """Name and tensor of each parameter whose gradients, if it has any, go into DDP's buckets, in the model's order.
-    These are all but those that it was told to ignore, or to average later by itself.
+    These are all but those that it was told to ignore.
     """
     # As it looks for them: the name of a parameter of the outermost module begins with a dot there.
     found = {

@@ -86,6 +86,12 @@ def hook_of(model: DistributedDataParallel) -> Hook:
             "gradients inside of compiled autograd and waits for none of their averages; leave optimize_ddp True, with "
             "which torch.compile works"
         )
+    if getattr(model, "_delay_all_reduce_params", None):
+        raise UnsupportedError(
+            "this model was wrapped with delay_all_reduce_named_params, whose averages DistributedDataParallel does "
+            "not wait for: it counts on messages that follow in the same group, and compressed ones travel in another. "
+            "Wrap it without that"
+        )
     if hook is None:
         if model._comm_hooks:  # there is no public way to ask
             name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
