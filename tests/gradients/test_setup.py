@@ -47,6 +47,8 @@ def wrong_calls(rank, world_size):
         "param_to_hook_all_reduce": later[0].weight,
     }
     errors["averages that nobody waits for"] = refusal(lambda: compress(wrap(later, **options), "none"))
+    skips = wrap(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    errors["buckets that are left out"] = refusal(lambda: compress(skips, "none"))
     twice = wrap(mlp())
     handle = compress(twice, "topk:density=0.1+ef", min_numel=64)
     errors["twice"] = refusal(lambda: compress(twice, "topk:density=0.1+ef"))
@@ -75,6 +77,7 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         "hook": ("UnsupportedError", "fp16_compress_hook"),
         "optimizer in backward": ("UnsupportedError", "step it after backward instead"),
         "averages that nobody waits for": ("UnsupportedError", "Wrap it without that"),
+        "buckets that are left out": ("UnsupportedError", "Wrap it without; find_unused_parameters=True may stay"),
         "twice": ("UnsupportedError", "compressed already"),
         "per sample": ("UnsupportedError", "'qsgd:bits=4+aq-sgd' cannot compress gradients: aq-sgd keeps buffers per"),
         "per sample, small": ("UnsupportedError", "gradients are sums over samples"),

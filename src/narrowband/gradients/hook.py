@@ -92,6 +92,12 @@ def hook_of(model: DistributedDataParallel) -> Hook:
             "not wait for: it counts on messages that follow in the same group, and compressed ones travel in another. "
             "Wrap it without that"
         )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise UnsupportedError(
+            "this model was wrapped with skip_all_reduce_unused_params=True, which leaves out buckets of unused "
+            "parameters, so that nobody knows which is a step's last, and backward would wait for that. Wrap it "
+            "without; find_unused_parameters=True may stay"
+        )
     if hook is None:
         if model._comm_hooks:  # there is no public way to ask
             name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
