@@ -42,7 +42,7 @@ class StepStats(StepRecord):
     Attributes:
         steps: how many steps.
         raw_bytes: what this rank would have sent uncompressed: 2·(N−1)/N of its gradients' bytes, as a ring
-            all-reduce does.
+            all-reduce does; of sparse ones N − 1 times their indices and values, which are gathered.
         sent_bytes: what this rank sent, payloads and uncompressed tensors; network headers are not counted.
         encode_s: seconds in encoding, on the engine's thread.
         wire_s: seconds from issuing a collective to its arrival, summed over collectives; most of it passes during

@@ -25,7 +25,7 @@ from narrowband.averaging.parameters import Parameter, Vector
 from narrowband.averaging.stats import StepStats
 from narrowband.codecs import Codec
 from narrowband.codecs.base import squared_norm
-from narrowband.collectives import Exchange, Operand, Transfer, all_reduce_nbytes, shares_of
+from narrowband.collectives import Exchange, Operand, Transfer, all_gather_nbytes, all_reduce_nbytes, shares_of
 from narrowband.errors import UnsupportedError
 from narrowband.kernels import Findings
 
@@ -265,7 +265,7 @@ class Step:
 
     def _exchange(self, group: Group, *, last: bool) -> None:
         """Start what a group needs."""
-        buffer, size, observer = group.buffer, self._peers.size, self._layers.observer
+        buffer, observer = group.buffer, self._layers.observer
         if not group.parameters:  # of a rank that has no part of it
             pass
         elif buffer.is_sparse:
@@ -275,12 +275,9 @@ class Step:
                     "(sparse=False), or dgc with momentum=0"
                 )
             self._layers.warn_once("sparse gradients travel uncompressed")
-            nbytes = buffer._nnz() * buffer.element_size()
-            self._stats.raw_bytes += all_reduce_nbytes(nbytes, size)
-            self._start(self._all_reduce(buffer, nbytes, group.parameters, check=self.compressing))
+            self._start(self._all_reduce(buffer, group.parameters, check=self.compressing))
         else:
-            nbytes = buffer.numel() * buffer.element_size()
-            self._stats.raw_bytes += all_reduce_nbytes(nbytes, size)
+            self._stats.raw_bytes += all_reduce_nbytes(buffer.nbytes, self._peers.size)
             real = buffer.dtype == group.parameters[0].vector.dtype  # complex gradients come as pairs of real numbers
             if real:
                 self._dense.append(group)
@@ -288,8 +285,7 @@ class Step:
             if real and ((observed and not self._layers.exact) or observer is not None):
                 self._encode(group)
             else:
-                job = self._all_reduce(buffer, nbytes, group.parameters, check=self.compressing)
-                self._start(job, group.deliver)
+                self._start(self._all_reduce(buffer, group.parameters, check=self.compressing), group.deliver)
         self._send_small(last=last)
         for kind in sorted(self._waiting):
             if last or self._waiting[kind].first_nbytes >= self._parts.message_nbytes:
@@ -359,7 +355,7 @@ class Step:
                 kernels.poison_all_if(self.findings.place(Findings.OWN), [flat[-1:] for flat in flagged])
         for vector, flat in vectors.items():
             if not vector.compressed:
-                self._start(self._all_reduce(flat, flat.numel() * flat.element_size(), check=True))
+                self._start(self._all_reduce(flat, check=True))
 
     def _send_fused(self, vectors: Mapping[Vector, Tensor]) -> None:
         """Compress and send these vectors of small parameters."""
@@ -398,15 +394,24 @@ class Step:
         # 64 bits of (seed, step, parameter, rank); the kernels' hash does the mixing.
         return lambda rank: (seed * 0x9E3779B97F4A7C15 + (step << 32) + (index << 12) + rank) & 0xFFFFFFFFFFFFFFFF
 
-    def _all_reduce(self, x: Tensor, nbytes: int, of: Sequence[Parameter] = (), *, check: bool = False) -> Job:
-        """Average in place, uncompressed, so many bytes of these parameters."""
-        peers, sent = self._peers, all_reduce_nbytes(nbytes, self._peers.size)
-        self._stats.sent_bytes += sent
-        for parameter, share in zip(of, shares_of(sent, [each.shape.numel() for each in of]), strict=True):
-            self._sent[parameter.name] = share
+    def _all_reduce(self, x: Tensor, of: Sequence[Parameter] = (), *, check: bool = False) -> Job:
+        """Average in place, uncompressed, what belongs to these parameters. Backends gather what is sparse: indices and
+        values of all ranks.
+        """
+        peers, sent = self._peers, 0
         # The values of a sparse gradient may be memory that the rest of backward still reads: an embedding's are the
         # gradient of its output.
         own = x / peers.size if x.is_sparse else x.div_(peers.size)
+        if peers.size > 1:
+            if x.is_sparse:
+                own = own.coalesce()  # as the backend does
+                sent = all_gather_nbytes(own.indices().nbytes + own.values().nbytes, peers.size)
+                self._stats.raw_bytes += sent
+            else:
+                sent = all_reduce_nbytes(own.nbytes, peers.size)
+        self._stats.sent_bytes += sent
+        for parameter, share in zip(of, shares_of(sent, [each.shape.numel() for each in of]), strict=True):
+            self._sent[parameter.name] = share
         if peers.size > 1:
             yield Transfer(lambda: dist.all_reduce(own, group=peers.group, async_op=True))
         if x.is_sparse:
