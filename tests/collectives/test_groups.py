@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from datetime import timedelta
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
 from narrowband.collectives import borrow, group_of, new_group
+from tests.gradients.training import compress, mlp, train, wrap
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -41,3 +46,29 @@ def test_ranks_that_hold_different_numbers_of_groups_make_one_together():
     assert one == [2, 3, 3, 2, 2, 3]
     assert two == [2, 3, 2, 3, 2, 2, 3]
     assert three == [3, 2, 3, 1, 1, 3]
+
+
+def again_and_again(rank, world_size, folder):
+    """Files and threads that are left of groups of some of the ranks, of all, and so on, when these have ended."""
+    left = []
+    for at, size in enumerate((2, 4, 3, 4, 2)):
+        if rank < size:
+            store = dist.FileStore(f"{folder}/{at}", size)
+            limit = timedelta(seconds=60)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            model = wrap(mlp())
+            handle = compress(model, "topk:density=0.1+ef", min_numel=64, nodes=2 if size == 4 else None)
+            train(model, rank, range(2))
+            if at % 2:
+                handle.remove()
+            dist.barrier()
+            dist.destroy_process_group()
+            del model, handle, store
+            gc.collect()
+        left.append(tuple(len(list(Path("/proc/self", what).iterdir())) for what in ("fd", "task")))
+    return left
+
+
+def test_nothing_is_left_of_groups_that_have_ended(tmp_path):
+    for left in run_ranks(again_and_again, 4, str(tmp_path), group=False, fresh=True):
+        assert len(set(left)) == 1, left

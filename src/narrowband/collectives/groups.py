@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -37,16 +38,20 @@ class Loan:
     broken: bool = False
 
     def give_back(self) -> None:
-        """Let the next one have it, when nothing of this rank is on its way in it."""
+        """Let the next one have it, when nothing of this rank is on its way in it. A broken one is let go of: its
+        connections are closed when nobody holds it.
+        """
         if not self.broken:
             self._shelf.free[self.number] = self.group
+        del self.group
 
 
 class _Shelf:
     """The groups that were made among the ranks of one group, with one backend and time-out."""
 
     def __init__(self) -> None:
-        self.free: dict[int, dist.ProcessGroup] = {}
+        #: PyTorch holds them, until they are destroyed.
+        self.free: weakref.WeakValueDictionary[int, dist.ProcessGroup] = weakref.WeakValueDictionary()
         self.next_number = 0
 
 
@@ -73,7 +78,7 @@ def borrow(like: dist.ProcessGroup, device: torch.device) -> Loan:
 
 
 #: Groups that were made of some ranks, by these and the backend.
-_made: dict[tuple[object, ...], dist.ProcessGroup] = {}
+_made: weakref.WeakValueDictionary[tuple[object, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
 
 
 def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
