@@ -86,6 +86,17 @@ def as_replicas(rank, world_size, specs):
     return found
 
 
+def test_peers_meet_by_ipv6(store):
+    try:
+        held = serve(0, "::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    for ((_, rounds, steps, exchanges),), left_behind in run_ranks(
+        as_peers, 2, f"[::1]:{held.port}", ["none"], group=False
+    ):
+        assert (rounds, steps, exchanges, left_behind) == (4, 1, 3, False)
+
+
 def test_peers_of_which_none_is_missing_are_replicas_to_the_bit(store):
     fixed = run_ranks(as_replicas, 3, SPECS)
     results = run_ranks(as_peers, 3, store, SPECS, group=False)
@@ -388,6 +399,87 @@ def test_a_transfer_whose_sender_dies_goes_on_from_another_peer_where_it_was(sto
     shared = first.keys() & third.keys()
     assert len(shared) >= 2
     assert all(torch.equal(first[rounds], third[rounds]) for rounds in shared)
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+def interrupted(rank, world_size, address, where):
+    """Peer 2 is interrupted in its fourth round, and its program goes on: what all have after each round; what it
+    keeps of its residuals before and after; and in how many rounds somebody was missing.
+    """
+    model, optimizer, handle = join(address, rank, begin_with=world_size, exchange_s=LONG_S)
+    side = nb.Rendezvous(address).connect()
+
+    def stops(method, *, after):
+        """Ctrl-C comes before a method, or, where it waits in C++, when it returns."""
+
+        def stopping(*given, **options):
+            now = handle.rounds == 3 and not side.check(["stopped"])
+            if now and where == "in an exchange":
+                side.wait(["0 is in it", "1 is in it"])
+            result = None if now and not after else method(*given, **options)
+            if now:
+                side.set("stopped", "1")
+                raise KeyboardInterrupt
+            return result
+
+        return stopping
+
+    if rank == 2:
+        if where == "in an exchange":
+            handle.feed = stops(handle.feed, after=False)
+        elif where == "after an exchange":
+            handle._exchange = stops(handle._exchange, after=True)
+        elif where == "after the vote":
+            handle._meeting.vote = stops(handle._meeting.vote, after=True)
+        elif where == "while the mean is applied":
+            handle._apply = stops(handle._apply, after=False)
+        else:
+            handle._meeting._meet = stops(handle._meeting._meet, after=False)
+    else:
+        feed = handle.feed
+
+        def fed(*given, **options):
+            if handle.rounds == 3:
+                side.set(f"{rank} is in it", "1")
+            return feed(*given, **options)
+
+        handle.feed = fed
+    seen, kept, missing = {}, [], 0
+    for step in range(100):
+        if handle.rounds == 7:
+            break
+        before = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+        try:
+            train(model, rank, [step], optimizer)
+        except KeyboardInterrupt:
+            kept = [before, {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}]
+            continue
+        if not handle.steps:
+            seen[handle.rounds] = flat(model)
+            missing += len(handle.peers) < world_size
+    handle.remove()
+    return seen, kept, missing
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["while it waits", "in an exchange", "after an exchange", "after the vote", "while the mean is applied"],
+)
+def test_a_peer_that_was_interrupted_goes_on_and_is_equal_again(store, where):
+    """And nobody waits for a time-out, which would be five minutes."""
+    results = run_ranks(interrupted, 3, store, where, group=False)
+    first = results[0][0]
+    assert list(first) == [2, 3, 4, 5, 6, 7]
+    for rank, (seen, kept, missing) in enumerate(results):
+        voted = rank == 2 and where in ("after the vote", "while the mean is applied")
+        assert list(seen) == [rounds for rounds in first if not voted or rounds != 4]
+        assert all(torch.equal(seen[rounds], first[rounds]) for rounds in seen)
+        assert missing == 0
+        if rank == 2 and not voted:
+            before, after = kept
+            assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 # ---- steps, lateness, ends -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import narrowband as nb
-from narrowband.updates.rendezvous import Meeting, RendezvousError, View
+from narrowband.updates.rendezvous import Meeting, RendezvousError, View, serve
 from tests.thorough import thorough
 
 GRACE_S, EXCHANGE_S = 0.03, 0.25
@@ -281,3 +282,52 @@ def test_facts_that_differ_are_named():
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         nb.Rendezvous(**{"address": "here:1", **options})
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"), [("127.0.0.1", ["127.0.0.1"]), ("::1", ["[::1]"]), ("[::1]", ["[::1]", "::1"]),
+                          ("::", ["[::1]", "127.0.0.1"])],
+)  # fmt: skip
+def test_a_store_has_an_address_of_ipv4_or_of_ipv6(host, reached):
+    if ":" in host and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    store = serve(0, host)
+    for at, address in enumerate(reached):
+        client = nb.Rendezvous(f"{address}:{store.port}").connect()
+        assert client.add("there", 1) == at + 1
+
+
+def test_who_stops_to_wait_has_no_part_in_the_turn_and_may_come_again():
+    store = dist.HashStore()
+    a, b = (meeting(store, name, begin_with=2, grace_s=60.0) for name in "ab")
+    looks = a._looks
+
+    def interrupted(key):
+        for now, _ in zip(looks(key), range(3), strict=False):
+            yield now
+        raise KeyboardInterrupt
+
+    a._looks = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        a.arrive(-1, 0.0)
+    a._looks = looks
+    views = together(lambda: a.arrive(-1, 0.0), lambda: b.arrive(-1, 0.0))
+    assert [[entry.peer[0] for entry in view.entries] for view in views] == [["a", "b"]] * 2
+
+
+def test_who_left_a_round_after_its_vote_is_behind_in_a_view_of_new_connections():
+    store = dist.HashStore()
+    a, b = begun(store, "a", "b", grace_s=60.0)
+    views = together(lambda: a.arrive(1, 1.0), lambda: b.arrive(1, 1.0))
+    assert [view.fresh for view in views] == [False, False]
+    together(*(lambda p=p, v=v: p.vote(v, good=True) for p, v in zip((a, b), views, strict=True)))
+    views = together(lambda: a.arrive(2, 1.0), lambda: b.arrive(1, 1.0))  # b has not applied what it voted for
+    assert [(view.fresh, view.behind, view.round) for view in views] == [(True, False, 2), (True, True, 2)]

@@ -27,7 +27,7 @@ class Rendezvous:
     port: int = 29400
     """To listen at; 0 takes any that is free."""
     host: str = "0.0.0.0"
-    """Address of the interface to listen at; by default all."""
+    """Address of the interface to listen at; by default all of IPv4. :: are all of IPv6 and IPv4."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         """Serve until SIGINT or SIGTERM."""
@@ -40,8 +40,9 @@ class Rendezvous:
         before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
         try:
             store = serve(self.port, self.host)
+            host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
             console.print(
-                f"peers meet at {self.host}:{store.port} (Ctrl-C ends it)",
+                f"peers meet at {host}:{store.port} (Ctrl-C ends it)",
                 markup=False,
                 highlight=False,
                 soft_wrap=True,

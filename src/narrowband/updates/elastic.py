@@ -41,7 +41,7 @@ from narrowband.averaging.flat import form_of, real
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.state import check_state, kept
 from narrowband.collectives import new_group
-from narrowband.errors import DisagreementError, UnsupportedError
+from narrowband.errors import UnsupportedError
 from narrowband.updates.averaged import floating_buffers
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
 from narrowband.updates.rounds import Rounds, UpdateCompression, said_of
@@ -114,6 +114,7 @@ class ElasticUpdateCompression(UpdateCompression):
         self._longest_s: float | None = None  # of exchanges over these connections
         self._counted, self._has_counted = 0.0, False
         self._round = -1  # as peers count that meet
+        self._has_its_round = True  # whether no later one was left in its middle: parameters are those of this one
         self._rounds_before = 0  # of the run that a loaded state is of
         self.peers: tuple[str, ...] = ()
         facts = _facts(model, optimizers, settings, rounds)
@@ -128,11 +129,8 @@ class ElasticUpdateCompression(UpdateCompression):
                 self._hooks.append(optimizers[0].register_step_pre_hook(in_training(self._check_counted)))
             self._share(view)
 
-        moves = self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
-        tensors = self._averaged.tensors()
-        if moves:
-            self._apply(self._fragments, tensors)
-        self._whole.keep(tensors, parameters=False)
+        self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
+        self._whole.keep(self._averaged.tensors(), parameters=False)
         self._held_at = time.monotonic()
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
@@ -199,10 +197,7 @@ class ElasticUpdateCompression(UpdateCompression):
         self._steps, self._counted = 0, 0.0
         before = self._snapshot()
         try:
-            if self._hold(
-                weight, lambda view: self._relink(view, before), lambda: self._put_back(before), brings=brings
-            ):
-                self._apply(self._fragments, tensors)
+            self._hold(weight, lambda view: self._relink(view, before), lambda: self._put_back(before), brings=brings)
         finally:
             self._whole.keep(tensors, parameters=False)
             self._held_at = time.monotonic()
@@ -219,24 +214,22 @@ class ElasticUpdateCompression(UpdateCompression):
 
     def _hold(
         self, weight: float, link: Callable[[View], None], put_back: Callable[[], None], *, brings: bool = True
-    ) -> bool:
-        """Hold a round, again and again until one counts.
+    ) -> None:
+        """Hold a round, again and again until one counts, and apply it. A peer that leaves it between its vote and its
+        end, as by Ctrl-C, is behind, and gets parameters in its next round.
 
         Args:
             weight: of this peer's update.
             link: connects the peers of a view.
             put_back: undoes what an exchange has done.
             brings: whether there is an update.
-
-        Returns:
-            Whether any peer's update counts, so that there is a mean.
         """
         end = time.monotonic() + self._rules.patience_s
         while True:
             if time.monotonic() > end:
                 raise RendezvousError(f"exchanges have broken off for {self._rules.patience_s:g} s; the log says why")
-            view = self._meeting.arrive(self._round, weight)
-            good, took = False, None
+            view = self._meeting.arrive(self._round if self._has_its_round else min(self._round, 0), weight)
+            good, took, self._has_its_round = False, None, False
             try:
                 if self._meeting.is_open(view):
                     if view.fresh or not self._linked:
@@ -248,21 +241,27 @@ class ElasticUpdateCompression(UpdateCompression):
                     good = True
             except RendezvousError:
                 raise
-            except (DisagreementError, UnsupportedError):
-                self._meeting.vote(view, good=False)
-                raise
-            except RuntimeError as error:  # of the wire: gloo's are
-                number = view.round + self._rounds_before
+            except BaseException as error:
+                if not isinstance(error, RuntimeError) or isinstance(error, UnsupportedError):
+                    self._meeting.vote(view, good=False)
+                    self._undo(put_back)
+                    raise
+                number = view.round + self._rounds_before  # of the wire: gloo's are RuntimeErrors
                 log.warning("round %d: the exchange broke off, and is held again: %s", number, error)
-            except BaseException:
-                self._meeting.vote(view, good=False)
-                raise
             if self._meeting.vote(view, good=good, within_s=self._breaks_off_after_s()):
                 self._expect(took)
+                if took is not None:  # otherwise no peer's update counts, and there is no mean
+                    self._apply(self._fragments, self._averaged.tensors())
                 self._round, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
-                return took is not None
-            self._unlink()
-            put_back()
+                self._has_its_round = True
+                return
+            self._undo(put_back)
+
+    def _undo(self, put_back: Callable[[], None]) -> None:
+        """This peer is where it was before the round, with no connections."""
+        self._unlink()
+        put_back()
+        self._has_its_round = True
 
     def _breaks_off_after_s(self) -> float:
         """Seconds after which an exchange breaks off now."""
@@ -332,9 +331,10 @@ class ElasticUpdateCompression(UpdateCompression):
         }
 
     def _put_back(self, before: Mapping[str, Any]) -> None:
-        """Undo an exchange; feedback follows when peers are connected again."""
+        """Undo an exchange."""
         for update, copy in zip(self._whole.updates, before["updates"], strict=True):
             update.copy_(copy)
+        self.layers.load(before["specs"], before["feedback"])
         self._saved.load_lengths(before["length"])
         self._step = before["step"]
 
@@ -381,6 +381,7 @@ class ElasticUpdateCompression(UpdateCompression):
     def _unlink(self) -> None:
         if "_engine" in vars(self):
             self._disconnect()
+            self._peers.group = None  # with it connections are closed, and who waits for this peer hears of it
         self._linked = False
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # of peers that are gone

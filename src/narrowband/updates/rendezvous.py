@@ -49,6 +49,9 @@ DEFAULT_PORT = 29400
 #: Seconds between two looks at the store: at first, and at most.
 _LOOK_S, _LOOK_AT_MOST_S = 0.003, 0.1
 
+#: In place of a peer's entry, when it waits no longer.
+_NOBODY = json.dumps(None)
+
 #: What the store answers when it cannot be reached takes no longer than this.
 _STORE_S = 30.0
 
@@ -62,7 +65,8 @@ class Rendezvous:
     """Where peers meet, and how long they wait for each other.
 
     Args:
-        address: of the store, ``host:port``, which ``narrowband rendezvous`` serves.
+        address: of the store, ``host:port``, which ``narrowband rendezvous`` serves; an address of IPv6 in brackets, as
+            in ``[::1]:29400``.
         run: a name for the run, so that one store serves several.
         least: the least number of peers in a round: fewer wait for more.
         grace_s: seconds that a round waits for peers of the round before. A peer that comes later is left out of it.
@@ -91,8 +95,8 @@ class Rendezvous:
     name: str = ""
 
     def __post_init__(self) -> None:
-        host, colon, port = self.address.rpartition(":")
-        if not (host and colon and port.isdigit()):
+        host, port = _host_and_port(self.address)
+        if not (host and port.isdigit()):
             raise ValueError(f"address={self.address!r} is not host:port, such as 10.0.0.1:{DEFAULT_PORT}")
         if self.least < 1:
             raise ValueError(f"least={self.least} must be at least 1: peers without which no round is held")
@@ -110,7 +114,7 @@ class Rendezvous:
         Raises:
             RendezvousError: it does not answer.
         """
-        host, _, port = self.address.rpartition(":")
+        host, port = _host_and_port(self.address)
         end = time.monotonic() + min(_STORE_S, self.patience_s)
         try:
             while True:  # torch's own client says much while it waits
@@ -229,7 +233,12 @@ class Meeting:
                 turn = self._turn() + 1
                 slot = self._store.add(f"{turn}/arrived", 1) - 1
                 self._store.set(f"{turn}/{slot}", json.dumps(asdict(own)))
-                self._meet(turn, own, end)
+                try:
+                    self._meet(turn, own, end)
+                except BaseException:  # Ctrl-C, too: who waits no longer has no part in the turn, or else in the next
+                    with contextlib.suppress(RuntimeError, OSError):
+                        self._store.set(f"{turn}/{slot}", _NOBODY)
+                    raise
                 view = self._view(turn, own)
                 self._advance(turn)
                 if view is not None:
@@ -318,7 +327,8 @@ class Meeting:
             return None
         before = self._decided(turn - 1)
         same = before is not None and [e.peer for e in before.entries] == [e.peer for e in view.entries]
-        fresh = not same or self._outcome(turn - 1) != "commit"
+        # A peer may have left the round before in its middle, after its vote, and come back in time for this one.
+        fresh = not same or self._outcome(turn - 1) != "commit" or view.some_are_behind
         return replace(view, rank=ranks[0], fresh=fresh)
 
     def _decided(self, turn: int) -> View | None:
@@ -334,7 +344,8 @@ class Meeting:
         key = f"{turn}/arrived"
         number = int(self._store.add(key, 0)) if self._store.check([key]) else 0
         there = (slot for slot in range(number) if self._store.check([f"{turn}/{slot}"]))
-        arrived = {slot: Entry(**json.loads(self._store.get(f"{turn}/{slot}"))) for slot in there}
+        said = {slot: json.loads(self._store.get(f"{turn}/{slot}")) for slot in there}
+        arrived = {slot: Entry(**entry) for slot, entry in said.items() if entry is not None}
         return {slot: entry for slot, entry in arrived.items() if not self._store.check([f"left/{entry.peer}"])}
 
     def _turn(self) -> int:
@@ -432,9 +443,13 @@ def serve(port: int, host: str = "0.0.0.0") -> Any:
 
     Args:
         port: 0 for any that is free.
-        host: of the interface to listen at, and at no other.
+        host: address of the interface to listen at, and at no other. ``0.0.0.0`` are all, by IPv4; ``::`` by IPv6, too.
     """
-    with socket.create_server((host, port)) as listening:  # by itself the store would listen at all interfaces
+    host = _without_brackets(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
+    # By itself the store would listen at all interfaces.
+    with socket.create_server((host, port), family=family, dualstack_ipv6=both) as listening:
         return dist.TCPStore(
             host,
             listening.getsockname()[1],
@@ -443,6 +458,16 @@ def serve(port: int, host: str = "0.0.0.0") -> Any:
             timeout=_seconds(_STORE_S),
             master_listen_fd=listening.detach(),
         )
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    return _without_brackets(host), port
+
+
+def _without_brackets(host: str) -> str:
+    """As sockets take an address of IPv6."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _seconds(number: float) -> timedelta:
