@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+from unittest.mock import patch
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -152,3 +156,47 @@ def with_ones_own(rank, world_size):
 
 def test_a_transport_of_ones_own_sees_every_byte_and_is_closed_with_the_model():
     assert run_ranks(with_ones_own, 3) == [(True, 1)] * 3
+
+
+def interrupted(rank, world_size):
+    """Ctrl-C on rank 1 in the middle of an exchange. Its process lives on, until the others have said what they got."""
+    model = nb.CodedDataParallel(mlp(), 2, "broadcast")
+
+    def step(at):
+        x, y = model.split(*batch(at, 24))
+        loss_of(model(x), y).backward()
+
+    step(0)
+    others = dist.new_group([rank for rank in range(world_size) if rank != 1])
+    if rank != 1:
+        told = refusal(lambda: step(1))
+        dist.barrier(others)  # all have heard of it while rank 1 waits
+        dist.barrier()
+        return told, refusal(lambda: step(2))
+    received, calls = dist.batch_isend_irecv, []
+
+    def stopping(operations):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return received(operations)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with patch.object(dist, "batch_isend_irecv", stopping), pytest.raises(KeyboardInterrupt) as caught:
+            step(1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    dist.barrier()
+    return str(caught.value), refusal(lambda: step(2))
+
+
+def test_ctrl_c_in_an_exchange_ends_it_on_all_ranks_although_the_process_lives_on():
+    for rank, (told, then) in enumerate(run_ranks(interrupted, 4)):
+        if rank != 1:
+            assert told[0] == "RuntimeError"
+            assert f"the exchange broke off on rank {rank}: another rank has ended, was stopped" in told[1]
+        assert then == (
+            "RuntimeError",
+            "there is no exchange any more: an earlier one broke off; start all ranks again",
+        )

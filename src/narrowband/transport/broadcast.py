@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,14 +27,17 @@ class Broadcast(Transport):
     In step s of n − 1, rank i sends to rank i + s and receives from rank i − s. Memory beside the buffers is what one
     pair exchanges in one step; time is bounded by the time-out of the group.
 
+    An exchange that breaks off, as by Ctrl-C, is at another place on each rank. So the group ends with it, and with its
+    connections the exchange of those that wait for this rank.
+
     Args:
-        group: the ranks; best one of its own, so that nothing comes between.
+        group: the ranks. One of its own, so that nothing comes between; the default group is left as it is.
     """
 
     name = "broadcast"
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank(group)
         if dist.get_backend(group) == "nccl":
@@ -40,9 +45,25 @@ class Broadcast(Transport):
         self._asked: dict[tuple[tuple[Range, ...], ...], list[list[Range]]] = {}
 
     def exchange(self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted) -> None:
-        size = len(self._ranks)
-        check_exchange(outgoing, incoming, wanted, self._rank, size)
-        asked = self._what_others_want(wanted)
+        check_exchange(outgoing, incoming, wanted, self._rank, len(self._ranks))
+        if self._group is None:
+            raise RuntimeError("there is no exchange any more: an earlier one broke off; start all ranks again")
+        try:
+            self._exchange(outgoing, incoming, wanted, self._group)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which hold the group, too
+            self._end()
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(
+                    f"the exchange broke off on rank {self._rank}: another rank has ended, was stopped, or did not "
+                    f"answer in time ({error}); start all ranks again, from a checkpoint"
+                ) from error
+            raise
+
+    def _exchange(
+        self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted, group: dist.ProcessGroup
+    ) -> None:
+        size, asked = len(self._ranks), self._what_others_want(wanted, group)
         for step in range(1, size):
             to, source = (self._rank + step) % size, (self._rank - step) % size
             buffer = incoming[source]
@@ -51,9 +72,9 @@ class Broadcast(Transport):
             received = _staging(buffer, wanted[source])
             operations = []
             if sent.numel():
-                operations.append(dist.P2POp(dist.isend, sent, self._ranks[to], self._group))
+                operations.append(dist.P2POp(dist.isend, sent, self._ranks[to], group))
             if received.numel():
-                operations.append(dist.P2POp(dist.irecv, received, self._ranks[source], self._group))
+                operations.append(dist.P2POp(dist.irecv, received, self._ranks[source], group))
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
             _scatter(received, buffer, wanted[source])
@@ -61,12 +82,19 @@ class Broadcast(Transport):
     def close(self) -> None:
         self._asked.clear()
 
-    def _what_others_want(self, wanted: Wanted) -> list[list[Range]]:
+    def _end(self) -> None:
+        """Let go of the group: when nobody holds it, gloo's connections are closed. NCCL looks after its own."""
+        group, self._group = self._group, None
+        if group is not dist.group.WORLD and self.device.type == "cpu":
+            with contextlib.suppress(RuntimeError, ValueError):  # somebody else has ended it
+                dist.destroy_process_group(group)
+
+    def _what_others_want(self, wanted: Wanted, group: dist.ProcessGroup) -> list[list[Range]]:
         """Of this rank's buffer, by rank: told once for every plan."""
         key = tuple(tuple(ranges) for ranges in wanted)
         if key not in self._asked:
             everybody: list[Wanted] = [()] * len(self._ranks)
-            dist.all_gather_object(everybody, key, group=self._group)
+            dist.all_gather_object(everybody, key, group=group)
             self._asked[key] = [list(theirs[self._rank]) for theirs in everybody]
         return self._asked[key]
 
