@@ -138,6 +138,43 @@ def other_gradients(rank, world_size):
     return table[:, 0].tolist(), model["wave"].weight.grad, model["out"].bias.grad.tolist()
 
 
+def conjugates(rank, world_size, how):
+    """A complex parameter whose gradient autograd leaves as a conjugate that it has not carried out; and the mean."""
+    w = nn.Parameter(torch.ones(3, 4, dtype=torch.complex64))
+    parts = [torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    module = nn.ParameterDict({"w": w})
+    if how == "averager":
+        handle = nb.Averager(module, "qsgd:bits=4", min_numel=4)
+    else:
+        handle = nb.compress_gradients(module, "qsgd:bits=4", min_numel=4)
+    (w.conj() * parts[rank]).sum().real.backward()
+    if how == "averager":
+        assert w.grad.is_conj()
+        handle.average()
+    return w.grad.resolve_conj(), sum(parts).resolve_conj() / 2
+
+
+def expanded(rank, world_size):
+    w, v = nn.Parameter(torch.ones(30, 40)), nn.Parameter(torch.ones(7))
+    averager = nb.Averager({"w": w, "v": v}, "uniform:bits=8", min_numel=64)
+    for _ in range(2):
+        w.grad, v.grad = torch.full((30, 1), rank + 1.0).expand(30, 40), torch.tensor(rank + 1.0).expand(7)
+        averager.average()
+    return w.grad, v.grad
+
+
+def test_gradients_whose_elements_lie_in_the_same_memory_are_averaged():
+    for w, v in run_ranks(expanded, 2):
+        torch.testing.assert_close(w, torch.full((30, 40), 1.5))
+        torch.testing.assert_close(v, torch.full((7,), 1.5))
+
+
+@pytest.mark.parametrize("how", ["averager", "compress_gradients"])
+def test_gradients_that_are_conjugates_are_averaged(how):
+    for got, expected in run_ranks(conjugates, 2, how):
+        torch.testing.assert_close(got, expected)
+
+
 def test_sparse_complex_and_lacking_gradients_are_averaged():
     (table, wave, bias), other = run_ranks(other_gradients, 2)
     assert table == other[0] == [0.5, 0.5, 0, 0, 0, 1.0, 0, 0, 0]

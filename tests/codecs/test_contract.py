@@ -268,6 +268,20 @@ def test_both_backends_write_and_read_the_same(spec, x, seed):
 
 
 @every_codec
+def test_negatives_that_pytorch_has_not_carried_out_are_their_values(spec):
+    codec, x = nb.codec(spec), torch.randn(30, 40)
+    for one in (torch._neg_view(-x), torch._neg_view(x.bfloat16()), torch.randn(1, dtype=torch.cfloat).conj().imag):
+        assert one.is_neg()
+        plain = one.clone().resolve_neg()
+        payload = codec.encode(plain, seed=1)
+        assert torch.equal(codec.encode(one, seed=1), payload)
+        expected = codec.decode(payload, plain.clone(), seed=1, accumulate=True)
+        assert torch.equal(codec.decode(payload, one, seed=1, accumulate=True), expected)
+        mean = codec.decode_mean([payload, payload], one, seeds=[1, 1])
+        assert torch.equal(mean, codec.decode_mean([payload, payload], plain, seeds=[1, 1]))
+
+
+@every_codec
 def test_parameters_and_tensors_in_a_graph_are_taken_as_values(spec):
     codec = nb.codec(spec)
     for x in (nn.Parameter(torch.randn(5, 60)), torch.randn(5, 60, requires_grad=True) * 2):

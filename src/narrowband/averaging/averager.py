@@ -218,9 +218,16 @@ def _gradient(p: Tensor, *, sparse: bool = False) -> Tensor:
         gradient = _no_rows(p) if sparse else torch.zeros_like(p)
     elif gradient.is_sparse != sparse:
         gradient = gradient.to_sparse(1) if sparse else gradient.to_dense()
+    elif gradient.is_conj() or gradient.is_neg() or _shares_memory(gradient):
+        gradient = gradient.resolve_conj().resolve_neg().clone()  # so that its average can be written there
     if gradient is not p.grad and not _lacks_for_good(p):
         p.grad = gradient
     return gradient
+
+
+def _shares_memory(x: Tensor) -> bool:
+    """Whether elements lie in the same memory, as after ``expand``."""
+    return not x.is_sparse and any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _no_rows(p: Tensor) -> Tensor:

@@ -56,7 +56,14 @@ def dims(shape: Shape) -> tuple[int, ...]:
 
 def flattened(x: Tensor) -> Tensor:
     """``x`` as the kernels take it: flat, contiguous float32; in its own memory where it is so already."""
-    return x.detach().reshape(-1).float().contiguous()
+    return x.detach().resolve_neg().reshape(-1).float().contiguous()  # copy_() to 16 bits loses a negative sign
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether the memory of ``x`` holds its values as kernels write them: in order, float32, and not their negatives,
+    as the imaginary part of a conjugate may.
+    """
+    return x.dtype == torch.float32 and x.is_contiguous() and not x.is_neg()
 
 
 def squared_norm(x: Tensor) -> float:
@@ -128,7 +135,7 @@ class Codec(ABC):
         payload = self._checked(payload, out.shape, out.dtype)
         if not out.numel():
             return out
-        direct = out.dtype == torch.float32 and out.is_contiguous()
+        direct = is_plain(out)
         flat = flattened(out)  # out's own memory where it can be
         self._decode(payload, flat, out.shape, out.dtype, seed, weight, accumulate)
         if not direct:
@@ -162,7 +169,7 @@ class Codec(ABC):
         else:
             payloads = [self._checked(payload, out.shape, out.dtype) for payload in payloads]
         if out.numel():
-            direct = out.dtype == torch.float32 and out.is_contiguous()
+            direct = is_plain(out)
             flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
             self._decode_mean(payloads, flat, out.shape, out.dtype, seeds)
             if not direct:

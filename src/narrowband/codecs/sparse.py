@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, SelectingCodec, Shape, aligned, dims, flattened, numel_of
+from narrowband.codecs.base import Codec, SelectingCodec, Shape, aligned, dims, flattened, is_plain, numel_of
 from narrowband.codecs.indices import (
     entries,
     index_nbytes,
@@ -32,7 +32,7 @@ from narrowband.errors import PayloadError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["RandomK", "Threshold", "TopK"]
+__all__ = ["RandomK", "Threshold", "TopK", "check_numel"]
 
 #: Indices are 32-bit.
 MAX_NUMEL = 2**31 - 1
@@ -56,7 +56,12 @@ def _check_density(name: str, density: float) -> None:
         raise ValueError(f"{name}: density={density} is not in (0, 1]; 0.01 keeps one element in a hundred")
 
 
-def _check_numel(numel: int) -> int:
+def check_numel(numel: int) -> int:
+    """This number of elements, if 32 bits can index them.
+
+    Raises:
+        ValueError: they cannot.
+    """
     if numel > MAX_NUMEL:
         raise ValueError(f"sparse codecs index with 32 bits: {numel} elements are more than {MAX_NUMEL}")
     return numel
@@ -163,7 +168,7 @@ class TopK(SelectingCodec):
         return aligned(k * (2 if self.values == "fp16" else 4))
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        k, n = self.kept(shape), _check_numel(numel_of(shape))
+        k, n = self.kept(shape), check_numel(numel_of(shape))
         return self.values_nbytes(entries(k, n, self.indices)) + aligned(index_nbytes(k, n, self.indices))
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
@@ -227,7 +232,7 @@ class TopK(SelectingCodec):
                 f"{places.numel()} values of {self} have {expected} bytes, this payload is {payload.dtype} of shape "
                 f"{tuple(payload.shape)}"
             )
-        direct = out.dtype == torch.float32 and out.is_contiguous()
+        direct = is_plain(out)
         flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         _scatter(flat, places, self._read_values(payload, places.numel()), 1.0, accumulate=False)
         if not direct:
@@ -389,7 +394,7 @@ class Threshold(Codec):
         return 4 + 4 * k + aligned(kernels.elias_fano_nbytes(k, n))
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        n = _check_numel(numel_of(shape))
+        n = check_numel(numel_of(shape))
         # Keeping all is the most values; keeping all but one costs a value less and a low bit per index more.
         return max(self._nbytes_kept(n, n), self._nbytes_kept(n - 1, n))
 
@@ -398,7 +403,7 @@ class Threshold(Codec):
         returns.
         """
         self._check_dtype(x)
-        n = _check_numel(x.numel())
+        n = check_numel(x.numel())
         if out is not None and (out.dtype != torch.uint8 or out.dim() != 1):
             raise TypeError(f"out must be flat uint8, not {out.dtype} of shape {tuple(out.shape)}")
         if out is not None and out.numel() < self.payload_nbytes(n):
@@ -484,7 +489,7 @@ class RandomK(Codec):
         return torch.float32
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        return 4 * kept(self.density, _check_numel(numel_of(shape)))
+        return 4 * kept(self.density, check_numel(numel_of(shape)))
 
     def _places(self, n: int, seed: int, device: torch.device) -> Tensor:
         return kernels.randomk_indices(n, kept(self.density, n), seed, device)
