@@ -121,6 +121,16 @@ def test_loading_replaces_all_and_is_all_or_nothing():
         AQSGD(store="fp16").load_state_dict(state)
 
 
+@pytest.mark.parametrize("broken", [7, {}, {"numel": "x"}, {"numel": True}, {"numel": 0}])
+def test_what_is_no_state_is_refused_and_changes_nothing(broken):
+    end = AQSGD()
+    end.fill("b", torch.ones(1, 4), torch.tensor([0]))
+    for refuses in (end.check_state, end.load_state_dict):
+        with pytest.raises(ValueError, match=r"no rows by sample for 'a'|numel=0"):
+            refuses(end.state_dict() | {"a": broken})
+    assert end.reference_ids("b").tolist() == [0]
+
+
 def test_an_end_whose_file_went_on_loses_its_buffers_and_both_agree_on_what_is_left(tmp_path, caplog):
     steps = list(batches(2))
     ends = Pair("topk:density=0.1", tmp_path)

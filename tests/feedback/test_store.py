@@ -407,6 +407,57 @@ def test_states_of_another_store_are_refused_before_anything_changes(make, place
     assert len(small) == 0
 
 
+def damaged(rows):
+    """The same tensor with one number that is none."""
+    rows = rows.clone()
+    rows.view(torch.uint8)[-1, :4] = 0xFF
+    return rows
+
+
+#: What is done to a good state of three samples, and words of the sentence that refuses it.
+BROKEN = {
+    "no state": (len, "this is int"),
+    "a key is missing": (lambda state: {"numel": state["numel"]}, "this is one without ids, keep, places"),
+    "a list for ids": (lambda state: state | {"ids": [0, 1, 2]}, "list for ids, where int64"),
+    "floats for places": (lambda state: state | {"places": state["places"].float()}, r"of shape \(3,\) for places"),
+    "a sample twice": (lambda state: state | {"ids": torch.tensor([0, 1, 1])}, "twice, or nowhere"),
+    "two samples in a row": (lambda state: state | {"places": torch.tensor([0, 1, 1])}, "twice, or nowhere"),
+    "fewer places": (lambda state: state | {"places": state["places"][:2]}, "twice, or nowhere"),
+    "a place below 0": (lambda state: state | {"places": torch.tensor([0, 1, -1])}, "twice, or nowhere"),
+}
+IN_MEMORY = {
+    "a place without a row": (lambda state: state | {"places": torch.tensor([0, 1, 9])}, "and a sample in row 9"),
+    "no rows": (lambda state: state | {"rows": []}, "holds 0 rows, and a sample in row 2"),
+    "a number for rows": (lambda state: state | {"rows": 3}, "int for rows, and a list of tensors belongs"),
+    "numbers for rows": (lambda state: state | {"rows": [3]}, "int for rows, where a tensor belongs"),
+    "rows of another length": (lambda state: state | {"rows": [x[:, 1:] for x in state["rows"]]}, "holds rows of"),
+    "rows of another dtype": (lambda state: state | {"rows": [x.double() for x in state["rows"]]}, "holds rows of"),
+    "flat rows": (lambda state: state | {"rows": [x.view(-1) for x in state["rows"]]}, "holds rows of"),
+    "NaN": (lambda state: state | {"rows": list(map(damaged, state["rows"]))}, "inf or NaN in its rows"),
+}
+IN_FILES = {
+    "no token": (lambda state: {key: x for key, x in state.items() if key != "token"}, "which file its rows are in"),
+    "a word for updates": (lambda state: state | {"updates": "x"}, "which file its rows are in"),
+}
+
+
+@every_place
+@every_keep
+@pytest.mark.parametrize("numel", [4, 300])
+def test_a_state_that_is_broken_is_refused_before_anything_changes(make, place, keep, numel):
+    kept = make(place, numel, keep=keep)
+    for sample in range(3):
+        kept.put(sample, numbers(numel, sample))
+    good, before = kept.state_dict(), content(kept)
+    for name, (breaking, words) in (BROKEN | (IN_MEMORY if place == "memory" else IN_FILES)).items():
+        for refuses in (kept.check_state, kept.load_state_dict):
+            with pytest.raises(ValueError, match=words):
+                refuses(breaking(dict(good)))
+        assert content(kept) == before, name
+    kept.load_state_dict(good)
+    assert content(kept) == before
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 

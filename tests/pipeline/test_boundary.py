@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -316,6 +318,82 @@ def test_bad_input():
     with pytest.raises(ValueError, match="was kept for"):
         model(nb.Boundary("topk:density=0.2+ef21")).load_state_dict(net.state_dict())
     assert "topk:density=0.2+ef" in repr(net)
+
+
+def break_channel(whole, **changes):
+    """Another state of a boundary, with other values in the channel of gradients."""
+    channels = copy.deepcopy(whole["channels"])
+    channels[-1][1].update(changes)
+    return whole | {"channels": channels}
+
+
+def first_of(kept):
+    """Name and value of the first buffer."""
+    return next(iter(kept.items()))
+
+
+#: What is done to a good state whose last channel has buffers.
+BROKEN = {
+    "no state": len,
+    "no passes": lambda state: state | {"passes": None},
+    "lacks passes": lambda state: {"channels": state["channels"]},
+    "a word for passes": lambda state: state | {"passes": "x"},
+    "passes below 0": lambda state: state | {"passes": -1},
+    "no channels": lambda state: state | {"channels": 3},
+    "one channel": lambda state: state | {"channels": ([state["channels"][0][0]],)},
+    "a number for a channel": lambda state: state | {"channels": ([1, 2],)},
+    "another spec": lambda state: break_channel(state, spec="none"),
+    "a word for the last message": lambda state: break_channel(state, last="ab"),
+    "three numbers for it": lambda state: break_channel(state, last=(1, 2, 3)),
+    "a list of buffers": lambda state: break_channel(state, state=[1]),
+    "a number for a buffer": lambda state: break_channel(state, state={first_of(kept_of(state))[0]: 7}),
+}
+OF_TENSORS = {
+    "NaN": lambda x: torch.full_like(x, torch.nan),
+    "float64": torch.Tensor.double,
+    "another size": lambda x: x[1:],
+}
+
+
+def kept_of(state):
+    return state["channels"][-1][1]["state"]
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.2+ef", "topk:density=0.2+ef21", "qsgd:bits=3+aq-sgd"])
+def test_a_state_that_is_broken_is_refused_before_anything_changes(spec):
+    net = model(nb.Boundary("topk:density=0.2+ef", spec))
+    for k in range(3):
+        step(net, k, torch.arange(8))
+    boundary = net[2]
+    good = boundary.get_extra_state()
+    early = copy.deepcopy(good)
+    step(net, 3, torch.arange(8))
+    broken = {name: breaking(copy.deepcopy(early)) for name, breaking in BROKEN.items()}
+    name, value = first_of(kept_of(early))
+    if "aq-sgd" in spec:
+        broken["of another boundary"] = break_channel(early, state={"backward-7-0-both": value})
+        broken["half a buffer"] = break_channel(early, state={name: value | {"ids": value["ids"][1:]}})
+    else:
+        broken |= {what: break_channel(early, state={name: change(value)}) for what, change in OF_TENSORS.items()}
+        broken["no shape"] = break_channel(early, state={"weight": value})
+    before = copy.deepcopy(boundary.get_extra_state())
+    for what, state in broken.items():
+        with pytest.raises(ValueError, match=r"."):
+            boundary.set_extra_state(state)
+        assert str(boundary.get_extra_state()) == str(before), what
+    boundary.set_extra_state(early)
+    assert str(boundary.get_extra_state()) == str(early)
+
+
+def test_sizes_in_numpys_numbers_are_those_of_python(tmp_path):
+    nets = [model(nb.Boundary("qsgd:bits=4+ef", index=kind(3), microbatches=kind(2))) for kind in (int, np.int64)]
+    for k in range(4):
+        (loss, own), (other, its) = (step(net, k) for net in nets)
+        assert torch.equal(loss, other)
+        assert all(map(torch.equal, own, its))
+    by_file(nets[1], nets[0], tmp_path)
+    with pytest.raises(TypeError, match=r"microbatches=1.5 is not a whole number"):
+        nb.Boundary(microbatches=1.5)
 
 
 def test_compression_in_evaluation_is_an_argument():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -279,6 +280,36 @@ def test_a_state_is_that_of_one_stage(tmp_path):
     lacks = "this is no state of a CompressedStage: it lacks before, behind"
     assert (first, last) == ([lacks], [lacks])
     assert inner == [[f"this is the state of stage {3 - at}, and not of stage {at}", lacks] for at in (1, 2)]
+
+
+def with_one_broken_side(rank, world_size):
+    """What is said of a state one of whose sides is broken; and whether the other side's buffers have changed."""
+
+    def build():
+        return nb.CompressedStage(parts(world_size)[rank], rank, world_size, CPU, forward="sign+ef", backward="sign+ef")
+
+    stage = build()
+    run_step(schedule_of("1F1B", [stage]), [stage], *batch(0))
+    good, other, said = stage.state_dict(), build(), []
+    before = str(other.state_dict())
+    broken = copy.deepcopy(good["behind"] or good["before"])
+    broken[0][0]["state"] = {"8x24": 7}
+    wrong = {"behind" if good["behind"] else "before": broken}
+    for state in (7, good | {"step": "x"}, good | wrong):
+        try:
+            other.load_state_dict(state)
+        except ValueError as error:
+            said.append(str(error))
+    same = str(other.state_dict()) == before
+    other.load_state_dict(good)
+    return said, same, str(other.state_dict()) == str(good)
+
+
+def test_a_state_with_one_broken_side_changes_neither():
+    for said, *all_is_well in run_ranks(with_one_broken_side, 3):
+        words = ["lacks before, behind, step", "'x' for step", "holds int for '8x24', where a dense tensor belongs"]
+        assert all(word in text for word, text in zip(words, said, strict=True)), said
+        assert all(all_is_well)
 
 
 def wrong(rank, world_size, what):

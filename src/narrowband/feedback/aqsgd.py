@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -49,7 +50,7 @@ from narrowband.feedback.base import SampleState
 from narrowband.feedback.store import SampleStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from narrowband.codecs import Codec
 
@@ -404,7 +405,8 @@ class AQSGD(SampleState):
         return {key: store.state_dict() for key, store in self._stores.items()}
 
     def check_state(self, state: Mapping[str, object]) -> None:
-        """Stores check their rows when they load them."""
+        for key, rows in state.items():
+            self._store_of(key, rows).check_state(rows)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hold what the state holds, and nothing else.
@@ -413,14 +415,21 @@ class AQSGD(SampleState):
         on what both hold.
 
         Raises:
-            ValueError: a state of other settings, or a file of another run. Nothing has changed then.
+            ValueError: what is no state, or one of other settings, or a file of another run. Nothing has changed then.
         """
         stores = {}
         for key, rows in state.items():
-            stores[key] = self._new_store(key, int(rows["numel"]))
+            stores[key] = self._store_of(key, rows)
             stores[key].load_state_dict(rows)
         self._stores = stores
         self._scratch.clear()
+
+    def _store_of(self, key: str, rows: object) -> SampleStore:
+        """A new store for rows of a state's length."""
+        numel = rows.get("numel") if isinstance(rows, Mapping) else None
+        if type(key) is not str or type(numel) is not int:
+            raise ValueError(f"{self.name}: the state has no rows by sample for {key!r}; pass state_dict()'s")
+        return self._new_store(key, numel)
 
 
 def _cut(payload: Tensor, sizes: list[int]) -> Iterator[Tensor]:

@@ -468,8 +468,9 @@ class SampleState(State):
 
 def check_saved(owner: str, key: str, value: object, *, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
     """Raise ValueError unless what was saved under ``key`` is a finite tensor of one of these dtypes."""
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{owner}: the state holds {type(value).__name__} for {key!r}, where a tensor belongs")
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        what = f"{value.layout}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{owner}: the state holds {what} for {key!r}, where a dense tensor belongs")
     if value.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(

@@ -258,7 +258,9 @@ class PowerSGD(State):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.check_state(state)
-        self.scale(0.0)
+        self._sent.clear()
+        for block, at in self._places.values():
+            block[at].zero_()
         self._factors, self._left = {}, {}
         for name, value in state.items():
             room, _, key = name.partition("/")
@@ -296,7 +298,7 @@ class PowerSGD(State):
         room, _, key = name.partition("/")
         if room == "residual":
             return super().fits(key, value, layers, others)
-        return layers.get(key, 0) > 0 and value.dim() == 2 and layers[key] % value.shape[1] == 0
+        return layers.get(key, 0) > 0 and value.dim() == 2 and value.numel() > 0 and layers[key] % value.shape[1] == 0
 
     @property
     def nbytes(self) -> int:

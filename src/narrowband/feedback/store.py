@@ -20,17 +20,14 @@ import operator
 import os
 import struct
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from narrowband.codecs import Uniform
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["Keep", "SampleStore"]
 
@@ -298,16 +295,42 @@ class SampleStore:
         state: all are dropped, and a warning says so.
 
         Raises:
-            ValueError: a state of other rows, of more than the budget, or of a store in another place; a file of
-                another run. Nothing has changed then.
+            ValueError: what is no state, or one of other rows, of more than the budget, or of a store in another place;
+                a file of another run. Nothing has changed then.
         """
-        numel, keep = int(state["numel"]), state["keep"]
-        if (numel, keep) != (self.numel, self.keep):
+        places = self._places_of(state)
+        if self._path is None:
+            self._hold(places, [chunk.detach().contiguous().to("cpu", copy=True) for chunk in state["rows"]])
+            return
+        file = _File.old(self._path, (self.keep, self.numel, state["token"]))
+        updates = state["updates"]
+        if places and (file is None or file.updates != updates or max(places.values()) >= file.length):
+            what = "is missing" if file is None else "has gone on since the state was taken, or was cut"
+            log.warning("%s %s: %d samples are dropped, and travel in full once more", self._path, what, len(places))
+            places = {}
+        self._token, self._file = state["token"], file
+        self._updates = updates if file is None else file.updates
+        self._hold(places, [] if file is None or not file.length else [file.rows(0, file.length)])
+
+    def check_state(self, state: object) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` can take this state; a file it looks at by itself."""
+        self._places_of(state)
+
+    def _places_of(self, state: object) -> dict[int, int]:
+        """The samples of a state, and where they are, if this store can hold them.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if not isinstance(state, Mapping) or (lacking := {"numel", "keep", "ids", "places"} - state.keys()):
+            what = f"one without {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"the state of rows by sample is what state_dict() returned, and this is {what}")
+        if (state["numel"], state["keep"]) != (self.numel, self.keep):
             raise ValueError(
-                f"the state holds rows of {numel} elements in {keep}, this store has rows of {self.numel} in "
-                f"{self.keep}; use the settings that it was saved with"
+                f"the state holds rows of {state['numel']} elements in {state['keep']}, this store has rows of "
+                f"{self.numel} in {self.keep}; use the settings that it was saved with"
             )
-        places = dict(zip(state["ids"].tolist(), state["places"].tolist(), strict=True))
+        places = _paired(state["ids"], state["places"])
         if len(places) > self._capacity:
             raise ValueError(
                 f"the state holds {len(places)} samples, the budget has room for {self._capacity}; allow "
@@ -316,18 +339,56 @@ class SampleStore:
         if ("rows" in state) != (self._path is None):
             there, here = ("memory", "a file") if "rows" in state else ("a file", "memory")
             raise ValueError(f"the state is of rows in {there}, and this store has them in {here}")
-        if self._path is None:
-            self._hold(places, [chunk.to("cpu", copy=True) for chunk in state["rows"]])
-            return
-        file = _File.old(self._path, (self.keep, self.numel, state["token"]))
-        updates = int(state["updates"])
-        if places and (file is None or file.updates != updates or max(places.values()) >= file.length):
-            what = "is missing" if file is None else "has gone on since the state was taken, or was cut"
-            log.warning("%s %s: %d samples are dropped, and travel in full once more", self._path, what, len(places))
-            places = {}
-        self._token, self._file = state["token"], file
-        self._updates = updates if file is None else file.updates
-        self._hold(places, [] if file is None or not file.length else [file.rows(0, file.length)])
+        if self._path is not None:
+            token, updates = state.get("token"), state.get("updates")
+            if not isinstance(token, str) or type(updates) is not int or updates < 0:
+                raise ValueError(f"the state does not say which file its rows are in: {token!r}, {updates!r}")
+            return places
+        if not isinstance(state["rows"], Sequence):
+            raise ValueError(
+                f"the state holds {type(state['rows']).__name__} for rows, and a list of tensors belongs there"
+            )
+        for rows in state["rows"]:
+            self._check_rows(rows)
+        if max(places.values(), default=-1) >= (length := sum(map(len, state["rows"]))):
+            raise ValueError(f"the state holds {length} rows, and a sample in row {max(places.values())}")
+        return places
+
+    def _check_rows(self, rows: object) -> None:
+        """Raise ValueError unless these are rows as this store keeps them, and finite."""
+        dtype, width = _DTYPES[self.keep], _width(self.keep, self.numel)
+        if not isinstance(rows, Tensor):
+            raise ValueError(f"the state holds {type(rows).__name__} for rows, where a tensor belongs")
+        if rows.layout != torch.strided or rows.dtype != dtype or rows.dim() != 2 or rows.shape[1] != width:
+            raise ValueError(
+                f"the state holds rows of {rows.dtype} and shape {tuple(rows.shape)}, and these are (rows, {width}) of "
+                f"{dtype} here"
+            )
+        steps = rows
+        if self.keep == "int8":
+            steps = rows[:, : 4 * -(-self.numel // _INT8.group)].contiguous().view(torch.float32)
+        if not bool(steps.isfinite().all()):
+            raise ValueError("the state holds inf or NaN in its rows; load an earlier state")
+
+
+def _paired(ids: object, places: object) -> dict[int, int]:
+    """Samples, and where each of them is: no two in one place.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    for name, value in (("ids", ids), ("places", places)):
+        dense = isinstance(value, Tensor) and value.layout == torch.strided
+        if not isinstance(value, Tensor) or not dense or value.dtype != torch.int64 or value.dim() != 1:
+            what = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the state holds {what} for {name}, where int64 numbers belong, one for each sample")
+    assert isinstance(ids, Tensor)
+    assert isinstance(places, Tensor)
+    found = dict(zip(ids.tolist(), places.tolist(), strict=False))
+    alone = len(set(found.values())) == len(found) == len(ids) == len(places)
+    if not alone or min(found.values(), default=0) < 0:
+        raise ValueError("the state does not say of each sample where it is: some are there twice, or nowhere")
+    return found
 
 
 def _width(keep: Keep, numel: int) -> int:

@@ -7,6 +7,7 @@ same seeds; :class:`~narrowband.pipeline.CompressedStage` trains to the same los
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,9 @@ from narrowband.errors import UnsupportedError
 from narrowband.pipeline.channel import At, Channel, ChannelStats
 from narrowband.pipeline.pairs import ChannelPairs, compressible
 from narrowband.pipeline.warmup import warm_up
+from narrowband.units import whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from narrowband.codecs import Codec
     from narrowband.feedback import Compression
 
@@ -84,6 +84,7 @@ class Boundary(nn.Module):
         compress_in_eval: bool = True,
     ) -> None:
         super().__init__()
+        microbatches = whole_number("microbatches", microbatches)
         if microbatches < 1:
             raise ValueError(f"microbatches={microbatches} must be at least 1")
         config = {"seed": seed, "warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
@@ -137,14 +138,19 @@ class Boundary(nn.Module):
             "channels": self._channels.state_dict(),
         }
 
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+    def set_extra_state(self, state: Any) -> None:
         """Go on from there.
 
         Raises:
-            ValueError: the state of another spec.
+            ValueError: what is no state, or that of another spec. Nothing has changed then.
         """
-        self._passes = state["passes"]
+        if not isinstance(state, Mapping) or (lacking := {"passes", "channels"} - state.keys()):
+            what = f"lacks {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else f"is {type(state).__name__}"
+            raise ValueError(f"this is no state of a boundary: it {what}")
+        if type(state["passes"]) is not int or state["passes"] < 0:
+            raise ValueError(f"the state has {state['passes']!r} for passes, and a number from 0 on belongs there")
         self._channels.load_state_dict(state["channels"])
+        self._passes = state["passes"]
 
     def extra_repr(self) -> str:
         there, back = self._channels.of(0)

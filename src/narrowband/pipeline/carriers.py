@@ -17,8 +17,9 @@ tensor that holds inf or NaN changes no buffer on either end, and arrives as som
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ from narrowband import kernels
 from narrowband.feedback import Feedback, SampleState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -99,6 +100,9 @@ class Carrier:
     def keep_only(self, samples: Tensor) -> None:
         """Forget all other samples: they travel in full precision again."""
 
+    def check_keys(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless what feedback has kept is of tensors that travel here."""
+
 
 class Compensated(Carrier):
     """What a payload does not say of a tensor, feedback takes into account in the next one. All of it is float32."""
@@ -147,6 +151,15 @@ class Compensated(Carrier):
             feedback.deliver(_key(out), change.view(-1))
         if change is not out:
             out.copy_(change)
+
+    def check_keys(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            key = name.rpartition("/")[2]
+            shape = [int(size) for size in key.split("x") if size.isdecimal()]
+            if _key_of(shape) != key or not self._feedback.fits(name, value, {key: math.prod(shape)}, {}):
+                raise ValueError(
+                    f"the state holds {value.numel()} elements for {name!r}, and that is no tensor's shape of so many"
+                )
 
     def _has_buffer(self, key: str) -> bool:
         feedback = self._feedback
@@ -203,6 +216,10 @@ class BySample(Carrier):
     def keep_only(self, samples: Tensor) -> None:
         self._state.keep_only(self._name, samples)
 
+    def check_keys(self, state: Mapping[str, Any]) -> None:
+        if others := ", ".join(sorted(state.keys() - {self._name})):
+            raise ValueError(f"the state holds buffers of {others}, and this is {self._name}: another boundary")
+
 
 class AtPlaces(Carrier):
     """Only values travel, of the elements that the other direction chose.
@@ -244,7 +261,11 @@ def _finite_or_nan(x: Tensor) -> Tensor:
 
 def _key(x: Tensor) -> str:
     """Buffers are per shape."""
-    return "x".join(map(str, x.shape))
+    return _key_of(x.shape)
+
+
+def _key_of(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _named(message: Message) -> Tensor:

@@ -13,6 +13,7 @@ Shapes: B samples of a micro-batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from narrowband.stats import StepRecord, latest
 from narrowband.units import whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -253,7 +254,7 @@ class Channel:
             ValueError: samples that do not fit.
             UnsupportedError: messages out of order, where both ends have to agree on one.
         """
-        x = x.detach().contiguous()
+        x = x.detach().contiguous().resolve_neg()
         if training:
             self._in_order(at)
         else:
@@ -301,7 +302,8 @@ class Channel:
             at, samples, training: as on the other end.
 
         Raises:
-            PayloadError: a payload of another length, or with an index out of range. Nothing has been written then.
+            PayloadError: a payload of another length, or with an index out of range. Nothing has been written then, but
+                with ``aq-sgd`` the samples in front of the damaged one.
         """
         if training:
             self._in_order(at)
@@ -386,13 +388,28 @@ class Channel:
         """Go on from a state.
 
         Raises:
-            ValueError: it was kept for another spec.
+            ValueError: it is none, or was kept for another spec. Nothing has changed then.
         """
-        if state["spec"] != str(self):
-            raise ValueError(f"the state was kept for {state['spec']!r}, and this is {str(self)!r}")
+        self.check_state(state)
         if self._state is not None:
             self._state.load_state_dict(state["state"])
         self._last = At(*state["last"])
+
+    def check_state(self, state: object) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` can take this state; nothing changes."""
+        if not isinstance(state, Mapping) or (lacking := {"spec", "state", "last"} - state.keys()):
+            what = f"lacks {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else f"is {type(state).__name__}"
+            raise ValueError(f"this is no state of a channel: it {what}")
+        if state["spec"] != str(self):
+            raise ValueError(f"the state was kept for {state['spec']!r}, and this is {str(self)!r}")
+        last = state["last"]
+        if not isinstance(last, Sequence) or len(last) != 2 or not all(type(x) is int and x >= -1 for x in last):
+            raise ValueError(f"the state has {last!r} as the last message, and a step and a micro-batch belong there")
+        if not isinstance(state["state"], Mapping):
+            raise ValueError(f"the state has {type(state['state']).__name__} where a dictionary of buffers belongs")
+        if self._state is not None:
+            self._state.check_state(state["state"])
+            self._carrier.check_keys(state["state"])
 
 
 def _parsed(spec: str | Codec | Compression) -> tuple[Compression, bool]:

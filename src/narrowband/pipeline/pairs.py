@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from narrowband.pipeline.channel import Channel, ChannelStats
 from narrowband.units import whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -58,8 +59,9 @@ class ChannelPairs:
         warmup_epochs: int = 0,
     ) -> None:
         self._specs = forward, backward
-        self._boundary, self._end = boundary, end
-        self._config: dict[str, Any] = {"seed": seed, "warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
+        self._boundary, self._end = whole_number("index", boundary), end
+        config = {"seed": seed, "warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
+        self._config: dict[str, Any] = {name: whole_number(name, value) for name, value in config.items()}
         self._epoch: int | None = None
         self._pairs: list[tuple[Channel, Channel]] = []
         for channel in self.of(0):  # made at once, so that a wrong spec is refused at once
@@ -123,9 +125,21 @@ class ChannelPairs:
         """Go on from a state. Channels of tensors that had not come yet when it was taken begin anew.
 
         Raises:
-            ValueError: the state of another spec.
+            ValueError: what is no state, or that of another spec. Nothing has changed then.
         """
+        self.check_state(state)
         for tensor in range(max(len(state), len(self._pairs))):
             pair = state[tensor] if tensor < len(state) else [new.state_dict() for new in self._pair(tensor)]
             for channel, one in zip(self.of(tensor), pair, strict=True):
                 channel.load_state_dict(one)
+
+    def check_state(self, state: object) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` can take this state; nothing changes."""
+        if not isinstance(state, Sequence) or len(state) > _MOST_TENSORS:
+            raise ValueError(f"the state has {type(state).__name__} where two channels for each tensor belong")
+        for tensor, pair in enumerate(state):
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise ValueError(f"the state has {type(pair).__name__} where two channels of tensor {tensor} belong")
+            own = self._pairs[tensor] if tensor < len(self._pairs) else self._pair(tensor)
+            for channel, one in zip(own, pair, strict=True):
+                channel.check_state(one)

@@ -445,25 +445,30 @@ class CompressedStage(PipelineStage):
             "behind": None if self._behind is None else self._behind.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Go on from there, to the bit; before the first step, on all ranks.
 
         Raises:
-            ValueError: the state of another stage or spec; or steps have been done already.
+            ValueError: what is no state, or that of another stage or spec; or steps have been done already. Nothing has
+                changed then.
         """
         if self._agreed:
             raise ValueError("the state of a stage is loaded before its first step: make a new CompressedStage")
         sides = {"before": self._before, "behind": self._behind}
-        missing = {"step", *sides} - state.keys()
+        missing = {"step", *sides} - (state.keys() if isinstance(state, Mapping) else set())
         if missing:
             raise ValueError(f"this is no state of a CompressedStage: it lacks {', '.join(sorted(missing))}")
         if state.get("stage", self.stage_index) != self.stage_index:  # earlier states do not say
             raise ValueError(f"this is the state of stage {state['stage']}, and not of stage {self.stage_index}")
         if any((side is None) != (state[name] is None) for name, side in sides.items()):
             raise ValueError("this is the state of another stage: one has neighbours that the other has not")
-        for name, side in sides.items():
-            if side is not None:
-                side.load_state_dict(state[name])
+        if type(state["step"]) is not int or state["step"] < -1:
+            raise ValueError(f"the state has {state['step']!r} for step, and the number of one from 0 on belongs there")
+        there = [(side, state[name]) for name, side in sides.items() if side is not None]
+        for side, own in there:
+            side.check_state(own)
+        for side, own in there:
+            side.load_state_dict(own)
         self._step = state["step"]
 
 
