@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import SupportsIndex
+from numbers import Integral, Real
+from typing import Any, SupportsIndex
 
 __all__ = [
     "NOTHING",
@@ -18,6 +19,7 @@ __all__ = [
     "format_or_dash",
     "format_rate",
     "format_seconds",
+    "plain_number",
     "whole_number",
 ]
 
@@ -40,6 +42,19 @@ def whole_number(name: str, value: SupportsIndex) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name}={value!r} is not a whole number") from None
+
+
+def plain_number(value: Any) -> Any:
+    """Python's own number of what may be NumPy's; what is no number as it is, for whoever looks at it next.
+
+    Example:
+        >>> import numpy as np
+        >>> plain_number(np.int64(3)), plain_number(np.float32(0.5)), plain_number("off")
+        (3, 0.5, 'off')
+    """
+    if type(value) in (bool, int, float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
 
 
 def format_or_dash(form: Callable[[float], str], value: float | None) -> str:

@@ -207,6 +207,12 @@ def test_states_that_do_not_belong_here_are_refused_and_change_nothing():
         assert torch.equal(parameters, answers[0][2])
 
 
+#: As JSON, of one layer.
+PLAN = (
+    '{"version": 2, "policy": "x", "world_size": 2, "layers": '
+    '[{"name": "0.weight", "shape": [40, 24], "spec": "SPEC", "nbytes": 1, "error": null}]}'
+)
+
 #: What is done to a good state, and words of the sentence that refuses it.
 BROKEN = {
     "a key is missing": (lambda state: state.pop("step"), "the state lacks 'step'"),
@@ -241,6 +247,17 @@ BROKEN = {
         lambda state: state.update(controller={"sums": {"0.weight": torch.zeros(3)}}),
         "a sum of gradients of '0.weight' with 3 elements, and that has 960 here",
     ),
+    "a plan of a feedback that cannot be": (
+        lambda state: state.update(controller={"plan": PLAN.replace("SPEC", "qsgd:bits=4+ef-mixed")}),
+        "ef-mixed chooses elements by magnitude",
+    ),
+    "a number for a plan": (lambda state: state.update(controller={"plan": 5}), "not one"),
+    "a feedback that cannot be": (lambda state: state.update(layers={"0.weight": "sign+aq-sgd"}), "aq-sgd"),
+    "an owner of nothing": (
+        lambda state: state["feedback"].update({"owner/x/0.weight": torch.zeros(9)}),
+        "elements for 'owner/x/0.weight'",
+    ),
+    "a name that is a number": (lambda state: state["feedback"].update({3: torch.zeros(9)}), "TypeError"),
     "a broken plan": (lambda state: state.update(controller={"plan": "{"}), "this is no plan"),
 }
 
@@ -255,7 +272,7 @@ def load_broken_states(rank, world_size):
         state = copy.deepcopy(good)
         breaking(state)
         errors[name] = refusal(lambda state=state: handle.load_state_dict(state))
-    for name, what in (("no state", 7), ("a word", "state.pt"), ("numbers", [1, 2])):
+    for name, what in (("no state", 7), ("nothing", None), ("a word", "state.pt"), ("numbers", [1, 2])):
         errors[name] = refusal(lambda what=what: handle.load_state_dict(what))
     unchanged = same(residuals(handle), before) and handle.step == 3
     train(model, rank, range(3, 4))  # and it goes on
@@ -265,11 +282,26 @@ def load_broken_states(rank, world_size):
 def test_loading_is_a_transaction_what_is_broken_is_refused_before_anything_changes():
     answers = run_ranks(load_broken_states, 2)
     for errors, unchanged, parameters in answers:
-        assert {error and error[0] for error in errors.values()} <= {"ValueError", "TypeError"}, errors
+        assert {error and error[0] for error in errors.values()} == {"ValueError"}, errors
         for name, (_, words) in BROKEN.items():
             assert words in errors[name][1], (name, errors[name][1])
         assert unchanged
         assert torch.equal(parameters, answers[0][2])
+
+
+def one_rank_has_no_state(rank, world_size):
+    model, handle = start("topk:density=0.05+ef")
+    train(model, rank, range(1))
+    good = copy.deepcopy(handle.state_dict())
+    odd = good | {"feedback": {3: torch.zeros(9)}}
+    return [refusal(lambda s=s: handle.load_state_dict(s if rank else good)) for s in (7, None, odd)], handle.step
+
+
+def test_what_is_no_state_on_one_rank_is_an_error_on_all():
+    for errors, step in run_ranks(one_rank_has_no_state, 2):
+        assert [kind for kind, _ in errors] in (["ValueError"] * 3, ["DisagreementError"] * 3)
+        assert all(word in text for (_, text), word in zip(errors, ("int", "NoneType", "TypeError"), strict=True))
+        assert step == 1
 
 
 def one_rank_of_two_refuses_a_torn_list(rank, world_size, states):

@@ -78,16 +78,27 @@ def what_is_lacking(rank, world_size, folder):
     path = states.write(handle, folder)
     dist.barrier()
     if rank == 1:
+        whole = path.read_bytes()
+    torn = []
+    for content in (lambda: path.write_bytes(whole[: len(whole) // 2]), lambda: torch.save(torch.ones(2), path)):
+        if rank == 1:
+            content()
+        dist.barrier()
+        torn.append(refusal(lambda: states.load(handle, states.read(folder), "here", strict=True)))
+    if rank == 1:
         path.unlink()
     one = [refusal(lambda s=s: states.load(handle, states.read(folder), "here", strict=s)) for s in (True, False)]
-    return nothing, unchanged, one
+    return nothing, unchanged and handle.step == 2, torn, one
 
 
 def test_a_checkpoint_without_states_or_without_that_of_one_rank_is_refused_on_all(tmp_path):
-    for nothing, unchanged, one in run_ranks(what_is_lacking, 2, str(tmp_path)):
+    for nothing, unchanged, torn, one in run_ranks(what_is_lacking, 2, str(tmp_path)):
         assert nothing[0] == "ValueError"
         assert "here has no state of compression; strict=False begins with empty residuals" in nothing[1]
         assert unchanged
+        for (kind, text), why in zip(torn, ("", "ValueError: it holds Tensor"), strict=True):
+            assert kind == "ValueError"
+            assert f"here has a state of compression that cannot be read (narrowband-rank1-of-2.pt: {why}" in text
         for kind, text in one:
             assert kind == "ValueError"
             assert "no state of compression for rank 1, but for others" in text

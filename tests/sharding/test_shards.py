@@ -682,10 +682,22 @@ def bad_states(rank, world_size):
         "codec": good | {"gradients": "qsgd:bits=4"},
         "one": good if rank else {},
         "size": good | {"sent": {"0": {**good["sent"]["0"], "reference": torch.zeros(3)}}},
+        "no tensor": good | {"sent": {"0": {**good["sent"]["0"], "reference": 7}}},
+        "whole numbers": good | {"sent": {"0": as_dtype(good["sent"]["0"], torch.int32)}},
+        "no reference": good | {"sent": {"0": {"calls": 1, "mark": 3}}},
+        "another dtype on one": good | {"sent": {"0": as_dtype(good["sent"]["0"], (torch.float32, torch.half)[rank])}},
+        "another module": good | {"sent": {"9": good["sent"]["0"]}},
+        "no calls": {key: value for key, value in good.items() if key != "calls"},
+        "a word for calls": good | {"calls": dict.fromkeys(good["calls"], "x")},
+        "a list": good | {"sent": [1]},
     }
     refused = {name: refusal(lambda state=state: handle.load_state_dict(state)) for name, state in wrong.items()}
     handle.load_state_dict(good)
     return refused, torch.equal(before[0], whole(model)), before[1] == handle.reference_nbytes
+
+
+def as_dtype(kept, dtype):
+    return kept | {"reference": kept["reference"].to(dtype)}
 
 
 def test_states_that_do_not_fit_change_nothing_on_any_rank():

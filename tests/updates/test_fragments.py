@@ -367,6 +367,12 @@ def wrong_states(rank, world_size):
         {"under way": sent | {"at": 7}},
         {"under way": sent | {"steps": 2}},
         {"under way": sent | {"means": dict.fromkeys(sent["means"], torch.zeros(3))}},
+        {"under way": sent | {"at": "x"}},
+        {"under way": sent | {"steps": None}},
+        {"under way": sent | {"sample": torch.zeros(3)}},
+        {"under way": {key: value for key, value in sent.items() if key != "means"}},
+        {"under way": sent | {"means": {}}},
+        {"under way": sent | {"means": {name: x * torch.nan for name, x in sent["means"].items()}}},
     ]
     errors = [refusal(lambda o=o: handle.load_state_dict(good | {"updates": own | o})) for o in others]
     _, _, waiting = begin("topk:density=0.1+ef", every=4, fragments=2)
@@ -382,6 +388,12 @@ def test_states_that_do_not_fit_change_nothing():
         "cannot be",
         "cannot be",
         "means do not",
+        "cannot be",
+        "cannot be",
+        "a sample of a fragment",
+        "not of updates",
+        "lacks the means",
+        "means hold inf or NaN",
     ]
     for errors, waiting, good in run_ranks(wrong_states, 2):
         for (kind, text), word in zip(errors, words, strict=True):

@@ -52,6 +52,7 @@ def refused(rank, world_size):
         asked(model, "adamw", "none"),
         asked(model, optimizer, "none", every=0),
         asked(model, optimizer, "none", every="20min"),
+        asked(model, optimizer, "none", every=2.5),
         asked(model, optimizer, "none", outer=-1.0),
         asked(model, optimizer, "none", outer="far"),
         asked(model, optimizer, "none", buffers="drop"),
@@ -79,7 +80,7 @@ def refused(rank, world_size):
 def test_what_cannot_be_is_said_at_set_up():
     (errors,) = run_ranks(refused, 1)
     assert [kind for kind, _ in errors] == [
-        "TypeError", "TypeError", *["ValueError"] * 16, *["UnsupportedError"] * 3,
+        "TypeError", "TypeError", *["ValueError"] * 17, *["UnsupportedError"] * 3,
         "ValueError", "ValueError", "ValueError", "ValueError",
     ]  # fmt: skip
     words = [
@@ -87,6 +88,7 @@ def test_what_cannot_be_is_said_at_set_up():
         "optimizers",
         "every=0",
         "which rounds with peers",
+        "every=2.5 is neither",
         "outer=-1.0",
         "outer='far'",
         "'drop'",
@@ -269,8 +271,10 @@ def test_without_its_handle_an_optimizer_steps_alone_and_can_have_another():
 
 
 def in_numpys_numbers(rank, world_size, kind):
-    model, optimizer, handle = begin("qsgd:bits=4+ef", every=kind(2), seed=kind(3))
-    train(model, rank, range(4), optimizer)
+    numbers = {"every": kind(4), "fragments": kind(2), "overlap": kind(1), "check_every": kind(2), "seed": kind(3)}
+    share, whole = (np.float32, np.float64) if kind is np.int64 else (float, float)
+    model, optimizer, handle = begin("qsgd:bits=4+ef", **numbers, alpha=share(0.5), outer=whole(0.75))
+    train(model, rank, range(5), optimizer)
     file = io.BytesIO()
     torch.save(handle.state_dict(), file)
     file.seek(0)

@@ -96,6 +96,26 @@ def test_between_rounds_another_number_of_replicas_is_refused():
         assert step == 0
 
 
+def damages(anchor):
+    """What may be wrong with a state's part of updates."""
+    name, x = next(iter(anchor.items()))
+    nothing, endless = x.clone(), x.clone()
+    nothing.view(-1)[-1], endless.view(-1)[0] = torch.nan, torch.inf
+    return [
+        {"anchor": 7},
+        {"under way": {"at": 0}},
+        {"anchor": anchor | {name: 7}},
+        {"anchor": anchor | {name: x.double()}},
+        {"anchor": anchor | {"9.weight": x}},
+        {"anchor": anchor | {name: nothing}},
+        {"anchor": anchor | {name: endless}},
+        {"steps": True},
+        {"steps": "x"},
+        {"skipped": None},
+        {"under way": {"at": 0, "steps": 0, "sample": None, "means": {}}},
+    ]
+
+
 def wrong_states(rank, world_size):
     model, optimizer, handle = begin("topk:density=0.1+ef", every=2)
     train(model, rank, range(3), optimizer)
@@ -108,6 +128,7 @@ def wrong_states(rank, world_size):
         good | {"updates": good["updates"] | {"outer": {}}},
         good | {"updates": good["updates"] | {"length": [{"own": 1.0}]}},
         good | {"updates": good["updates"] | {"anchor": dict.fromkeys(good["updates"]["anchor"], torch.zeros(3))}},
+        *(good | {"updates": good["updates"] | changes} for changes in damages(good["updates"]["anchor"])),
     ]
     errors = [refusal(lambda state=state: handle.load_state_dict(state)) for state in changed]
     # On one replica alone it is an error on all, and nothing has changed.
@@ -120,10 +141,12 @@ def test_states_that_do_not_fit_change_nothing():
     (errors, mine, rounds), (others, its, _) = run_ranks(wrong_states, 2)
     words = ["not of updates", "every=3", "lacks the parameters", "7 steps after", "outer step", "outer='auto'"]
     words += ["do not fit the model"]
+    words += [*["not of updates"] * 2, *["do not fit the model"] * 3, *["hold inf or NaN"] * 2, "True steps after"]
+    words += ["x steps after", "None for 'skipped'", "has a fragment that is under way"]
     for found in (errors, others):
-        assert all(kind == "ValueError" and word in text for (kind, text), word in zip(found, words, strict=False)), (
-            found
-        )
+        for (kind, text), word in zip(found[:-1], words, strict=True):
+            assert kind == "ValueError"
+            assert word in text
         assert found[-1][0] in ("ValueError", "DisagreementError")
         assert "not of updates" in found[-1][1]
     assert rounds == 2

@@ -232,7 +232,12 @@ class Estimates:
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise ValueError(f"{name}: a range is a tensor, (2, groups), and this is a {type(value).__name__}")
-            if value.dim() != 2 or value.shape[0] != 2 or not value.is_floating_point():
+            if (
+                value.dim() != 2
+                or value.shape[0] != 2
+                or not value.is_floating_point()
+                or value.layout != torch.strided
+            ):
                 raise ValueError(
                     f"{name}: a range is (2, groups) of floats, and this is {tuple(value.shape)} of {value.dtype}"
                 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from narrowband.averaging.core import Averaging
@@ -303,15 +303,19 @@ class Handle(Averaging):
                 "again, and load the state there"
             ) from self._engine.error
         # A list is the same on all ranks; what is wrong within it each finds out by itself.
-        states = None if isinstance(state, Mapping) else states_of_all_ranks(list(state), self._state_facts)
+        given: Any = state
+        of_all = isinstance(given, Iterable) and not isinstance(given, (Mapping, str, bytes))
+        states = states_of_all_ranks(list(given), self._state_facts) if of_all else None
         error: ValueError | None = None
         facts: Facts = {"call": "load_state_dict"}
         try:
             mine, residuals = self._loadable(state) if states is None else self._loadable_of_all(states)
             facts = {**facts, "problem": "none", **self._state_facts(mine)}
-        except ValueError as problem:
-            error = problem
-            facts = {**facts, "problem": str(problem)}
+        except Exception as problem:  # whatever a state holds: the other ranks are waiting
+            error = (
+                problem if isinstance(problem, ValueError) else ValueError(f"the state cannot be loaded: {problem!r}")
+            )
+            facts = {**facts, "problem": str(error)}
         try:
             self._agreement.now(facts, _LOAD_ADVICE)
         except ValueError as disagreement:

@@ -16,6 +16,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,7 +28,7 @@ from narrowband.files import whole
 if TYPE_CHECKING:
     from narrowband.gradients import GradientCompression
 
-__all__ = ["gather", "load", "read", "write"]
+__all__ = ["Torn", "gather", "load", "read", "write"]
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +62,34 @@ def write(handle: GradientCompression, folder: str | os.PathLike[str], name: str
     return path if has_state else None
 
 
-def read(folder: str | os.PathLike[str], name: str = "narrowband") -> State | list[State]:
+@dataclass(frozen=True)
+class Torn:
+    """What is in the place of a state that cannot be read, so that all ranks hear of it.
+
+    Attributes:
+        why: the file, and what is wrong with it.
+    """
+
+    why: str
+
+
+def read(folder: str | os.PathLike[str], name: str = "narrowband") -> State | list[State] | Torn:
     """This rank's state from a folder, or else those of all ranks there were, or an empty list."""
     folder = Path(folder)
     own = folder / f"{name}-rank{dist.get_rank()}-of-{dist.get_world_size()}.pt"
-    if own.is_file():
-        return _read(own)
-    files = sorted(folder.glob(f"{name}-rank*-of-*.pt"))
-    return (
-        [] if any(file.stem.endswith(f"-of-{dist.get_world_size()}") for file in files) else [_read(f) for f in files]
-    )
+    file = own
+    try:
+        if own.is_file():
+            return _read(own)
+        files = sorted(folder.glob(f"{name}-rank*-of-*.pt"))
+        if any(file.stem.endswith(f"-of-{dist.get_world_size()}") for file in files):
+            return []
+        found = []
+        for file in files:
+            found.append(_read(file))
+        return found
+    except Exception as error:  # whatever a torn file makes PyTorch raise
+        return Torn(f"{file.name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 # ---- a checkpoint that is one file -----------------------------------------------------------------------------------
@@ -100,23 +119,28 @@ def gather(handle: GradientCompression) -> list[State]:
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
-def load(handle: GradientCompression, found: State | Sequence[State], where: str, *, strict: bool) -> None:
+def load(handle: GradientCompression, found: State | Sequence[State] | Torn, where: str, *, strict: bool) -> None:
     """Go on from what this rank has found in a checkpoint. Call on all ranks.
 
     Args:
         handle: that goes on. If it was removed, nothing is loaded.
-        found: its own state; those of all ranks there were, if these were others than now; or nothing.
+        found: its own state; those of all ranks there were, if these were others than now; nothing; or what cannot be
+            read.
         where: the checkpoint, for messages.
         strict: whether every rank needs a state of its own. Otherwise residuals of another number of ranks are shared
             out, and where there are none they begin empty.
 
     Raises:
-        ValueError: no state, or those of another number of ranks; on all ranks.
+        ValueError: no state, one that cannot be read, or those of another number of ranks; on all ranks.
     """
     if not _has_state(handle):
         return
     of_all: list[Any] = [None] * handle.size
-    dist.all_gather_object(of_all, -1 if isinstance(found, Mapping) else len(found), group=handle.process_group)
+    mine = found.why if isinstance(found, Torn) else -1 if isinstance(found, Mapping) else len(found)
+    dist.all_gather_object(of_all, mine, group=handle.process_group)
+    if torn := next((why for why in of_all if isinstance(why, str)), ""):
+        raise ValueError(f"{where} has a state of compression that cannot be read ({torn}); load an earlier checkpoint")
+    assert not isinstance(found, Torn)
     if set(of_all) == {-1}:
         handle.load_state_dict(found)
         return
@@ -147,4 +171,7 @@ def _has_state(handle: GradientCompression) -> bool:
 
 
 def _read(written: Path | io.BytesIO) -> State:
-    return cast("State", torch.load(written, map_location="cpu", weights_only=True))
+    state = torch.load(written, map_location="cpu", weights_only=True)
+    if not isinstance(state, Mapping):
+        raise ValueError(f"it holds {type(state).__name__}, where a state belongs")
+    return cast("State", state)

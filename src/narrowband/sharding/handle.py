@@ -190,6 +190,7 @@ class ShardCompression:
         if not problem:
             facts["modules"] = ", ".join(state["sent"])
             facts["calls"] = str([each["calls"] for each in state["sent"].values()])
+            facts["dtypes"] = str([each["reference"].dtype for each in state["sent"].values()])
         try:
             self._agree(facts, _LOAD_ADVICE)
         except ValueError as disagreement:
@@ -311,11 +312,38 @@ class ShardCompression:
         for name, value in self._facts().items():
             if state.get(name) != value:
                 return f"the state has {name}={state.get(name)!r}, this handle {value!r}"
-        for each in self._parameters:
-            kept = state["sent"].get(each.layout.module)
-            if kept is not None and kept["reference"].numel() != each.layout.numel:
-                return f"the state of {each.layout.module or 'the model'} is of another size"
+        calls, sent = state.get("calls"), state["sent"]
+        if not isinstance(calls, Mapping) or not isinstance(sent, Mapping):
+            return "this is no state of compress_shards' handle: calls and sent are of each module, by its name"
+        numels = {each.layout.module: each.layout.numel for each in self._parameters}
+        if calls.keys() != numels.keys() or not all(map(_is_count, calls.values())) or not sent.keys() <= numels.keys():
+            return "the state is of other modules, or does not say how often each was sent"
+        for name, kept in sent.items():
+            if problem := _problem_of(kept, numels[name]):
+                return f"the state of {name or 'the model'} {problem}"
         return ""
+
+
+#: None before anything was sent.
+_MARK = (int, type(None))
+
+
+#: None before anything was sent.
+_MARK = (int, type(None))
+
+
+def _problem_of(kept: object, numel: int) -> str:
+    """Why a module's reference cannot be taken from a state; empty where it can."""
+    if not isinstance(kept, Mapping) or not _is_count(kept.get("calls")) or not isinstance(kept.get("mark", ""), _MARK):
+        return "lacks something, or has a word where a number belongs"
+    reference = kept.get("reference")
+    if not isinstance(reference, Tensor) or not reference.is_floating_point() or reference.layout != torch.strided:
+        return "has no reference of floating-point numbers"
+    return "" if reference.shape == (numel,) else "is of another size"
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 #: A hook of the model's outputs, at which backward begins.

@@ -164,7 +164,7 @@ class ElasticUpdateCompression(UpdateCompression):
             )
         if not 0 <= number < math.inf:
             raise ValueError(f"count({number}): must be a number of {self._rounds.weigh} of at least 0")
-        self._counted += number
+        self._counted += float(number)
         self._has_counted = True
 
     def _check_counted(self) -> None:
@@ -457,6 +457,11 @@ class ElasticUpdateCompression(UpdateCompression):
             raise ValueError(f"the state was saved with weigh={own.get('weigh')!r}, here it is {self._rounds.weigh!r}")
         if type(rounds := own.get("rounds", 0)) is not int or rounds < 0:
             raise ValueError(f"the state was saved after {rounds!r} rounds, which cannot be")
+        counted, scaled_by = own.get("counted"), own.get("scaled by", 1.0)
+        if not (isinstance(counted, (int, float)) and 0 <= counted < math.inf):
+            raise ValueError(f"the state has {counted!r} for 'counted', and a number from 0 on belongs there")
+        if not (isinstance(scaled_by, (int, float)) and 0 < scaled_by < math.inf):
+            raise ValueError(f"the state has {scaled_by!r} for 'scaled by', and a number above 0 belongs there")
 
     def _moment_of(self, state: Mapping[str, Any]) -> Facts:
         """Peers step each for themselves: one may have come to more steps than another since the last round."""

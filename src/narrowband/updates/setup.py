@@ -21,7 +21,7 @@ from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.who import ddp_of
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
-from narrowband.units import whole_number
+from narrowband.units import plain_number, whole_number
 from narrowband.updates.averaged import floating_buffers, some
 from narrowband.updates.elastic import ElasticUpdateCompression
 from narrowband.updates.rounds import Rounds, UpdateCompression, check_in_place, taken
@@ -152,6 +152,10 @@ def compress_updates(
             )
     if isinstance(every, SupportsIndex):  # NumPy's numbers, too
         every = whole_number("every", every)
+    elif not isinstance(every, str):
+        raise ValueError(f"every={every!r} is neither a whole number of steps nor, with peers=..., a time, as '20min'")
+    fragments, overlap, check_every = plain_number(fragments), plain_number(overlap), plain_number(check_every)
+    outer, alpha, warmup_rounds = plain_number(outer), plain_number(alpha), whole_number("warmup_rounds", warmup_rounds)
     steps_or_seconds = _seconds(every) if isinstance(every, str) else every
     if isinstance(steps_or_seconds, float) and peers is None:
         raise ValueError(f"every={every!r} is a time, which rounds with peers=... go by; give a number of steps")

@@ -6,18 +6,19 @@ Everything is looked at before anything is loaded: a state that does not fit cha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
+from torch import Tensor
 
 from narrowband.averaging.flat import real
 from narrowband.updates.fragments import due_after
 from narrowband.updates.length import MeasuredLength
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
 
     from narrowband.updates.fragments import Fragment
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["SavedRounds", "UnderWay"]
 
 _KEYS = {"every", "fragments", "split", "steps", "anchor", "under way", "outer", "length", "skipped"}
+_UNDER_WAY = {"at", "steps", "sample", "means"}
 
 
 @dataclass(eq=False)
@@ -152,11 +154,17 @@ class SavedRounds:
             raise ValueError(f"the state was saved with residuals={where!r}, here they are {self.residuals!r}")
         if (own["outer"] is None) != (self.outer is None):
             raise ValueError("the state is of another outer step: one of the two is an optimizer")
-        if self.outer is not None and _sizes(own["outer"]) != _sizes(self.outer.state_dict()):
-            raise ValueError("the state is of an outer optimizer with other parameter groups")
+        if self.outer is not None:
+            if _sizes(own["outer"]) != _sizes(self.outer.state_dict()):
+                raise ValueError("the state is of an outer optimizer with other parameter groups")
+            _check_outer(own["outer"])
         if not isinstance(own["length"], Sequence) or len(own["length"]) != len(self._measured):
             raise ValueError("the state is of another outer step: one of the two is outer='auto'")
-        if not 0 <= own["steps"] < max(2, self.every):
+        for length in own["length"]:
+            _check_measured(length)
+        if not _is_count(own["skipped"]):
+            raise ValueError(f"the state has {own['skipped']!r} for 'skipped', and a number of rounds belongs there")
+        if not _is_count(own["steps"]) or own["steps"] >= max(2, self.every):
             raise ValueError(f"the state is of {own['steps']} steps after a round, and every={self.every}")
         self._check_saved("parameters of the last round", own["anchor"], tensors, tensors)
         anchored = [fragment.names[0] in own["anchor"] for fragment in self.fragments]
@@ -170,23 +178,34 @@ class SavedRounds:
             return
         if not self.overlap:
             raise ValueError("the state has a fragment that is under way, and here overlap=0")
-        if not (0 <= sent["at"] < len(anchored) and anchored[sent["at"]] and sent["steps"] < self.overlap):
+        at, steps, sample = sent["at"], sent["steps"], sent["sample"]
+        if not (_is_count(at) and at < len(anchored) and anchored[at] and _is_count(steps) and steps < self.overlap):
             raise ValueError("the state has a fragment that is under way, which cannot be")
-        self._check_saved("means", sent["means"], self.fragments[sent["at"]].names, tensors)
+        self._check_saved("means", sent["means"], self.fragments[at].names, tensors)
+        if not sent["means"]:
+            raise ValueError("the state lacks the means of the fragment that is under way")
+        length = self.fragments[at].length
+        numel = length.nbytes // 4 if isinstance(length, MeasuredLength) else 0
+        if sample is not None and not (_is_flat(sample, numel) and numel):
+            raise ValueError("the state has a sample of a fragment that is under way, which cannot be")
 
     def _check_saved(
         self, what: str, saved: Mapping[str, Tensor], names: Iterable[str], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Saved tensors fit the model; those of a fragment are all there or none."""
+        """Saved tensors fit the model, and are finite; those of a fragment are all there or none."""
         wanted = set(names)
+        if others := saved.keys() - wanted:
+            raise ValueError(f"the state's {what} do not fit the model: {min(map(str, others))}")
         for fragment in self.fragments:
             there = [name for name in fragment.names if name in wanted]
             if not any(name in saved for name in there):
                 continue
             for name in there:
-                x = saved.get(name)
-                if x is None or x.shape != real(tensors[name]).shape:
+                x, here = saved.get(name), real(tensors[name])
+                if not isinstance(x, Tensor) or (x.shape, x.dtype, x.layout) != (here.shape, here.dtype, here.layout):
                     raise ValueError(f"the state's {what} do not fit the model: {name}")
+                if not bool(x.isfinite().all()):
+                    raise ValueError(f"the state's {what} hold inf or NaN in {name}; load an earlier state")
 
     def moment_of(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Where between two rounds a handle's state was saved. Replicas that are at different places there do not come
@@ -205,9 +224,47 @@ class SavedRounds:
 
 
 def _of_rounds(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The part of a handle's state that is about its rounds; None where it has none."""
+    """What a state holds of updates, if that has the form of such."""
     own = state.get("updates")
-    return own if isinstance(own, Mapping) and own.keys() >= _KEYS else None
+    if not isinstance(own, Mapping) or not own.keys() >= _KEYS or not isinstance(own["anchor"], Mapping):
+        return None
+    sent = own["under way"]
+    if sent is None:
+        return own
+    whole = isinstance(sent, Mapping) and sent.keys() >= _UNDER_WAY and isinstance(sent["means"], Mapping)
+    return own if whole else None
+
+
+def _check_measured(state: object) -> None:
+    """Raise ValueError unless this is what :meth:`MeasuredLength.state_dict` returned."""
+    least = {"own": 0, "mean": 0, "value": 1, "rounds": 0, "size": 0}
+    numbers = {"size": 0} | dict(state) if isinstance(state, Mapping) else {}  # earlier states do not say it
+    for name, low in least.items():
+        x = numbers.get(name)
+        if not isinstance(x, (int, float)) or not low <= x < math.inf:
+            raise ValueError(
+                f"the state of a measured length has {x!r} for {name}, and a number from {low} on belongs there"
+            )
+
+
+def _check_outer(state: Mapping[str, Any]) -> None:
+    """Raise ValueError where an outer optimizer's state has not its form, or is not finite."""
+    kept = state.get("state")
+    if not isinstance(kept, Mapping) or not all(isinstance(own, Mapping) for own in kept.values()):
+        raise ValueError("the state of the outer optimizer is not one: it says nothing of its parameters")
+    for own in kept.values():
+        for name, x in own.items():
+            if isinstance(x, Tensor) and not (x.layout == torch.strided and bool(x.isfinite().all())):
+                raise ValueError(f"the state's outer optimizer holds inf or NaN in its {name}; load an earlier state")
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    """Whether something is a whole number from 0 on."""
+    return type(value) is int and value >= 0
+
+
+def _is_flat(x: object, numel: int) -> bool:
+    return isinstance(x, Tensor) and (x.shape, x.dtype, x.layout) == ((numel,), torch.float32, torch.strided)
 
 
 def _sizes(state: object) -> list[int] | None:
