@@ -221,7 +221,7 @@ def resumed_on_batches_of_any_size(rank, world_size, shares):
     return straight, go_on(loaded, [2]), other._average.step, other._lengths
 
 
-@pytest.mark.parametrize("shares", [None, (2, 2, 1)])
+@pytest.mark.parametrize("shares", [None, (2, 2, 1), np.array([2, 2, 1])], ids=["none", "a tuple", "an array"])
 def test_state_has_what_tells_batches_apart_and_fits_other_blocks_too(shares):
     results = run_ranks(resumed_on_batches_of_any_size, 3, shares)
     assert all_equal([tensor for result in results for tensor in result[:2]])

@@ -92,6 +92,25 @@ def test_bad_input_is_refused_before_training_with_what_to_do():
         assert "inputs that want gradients" in texts["input"]
 
 
+def broken_states(rank, world_size):
+    model = nb.CodedDataParallel(mlp(), 2)
+    good = model.get_extra_state()
+    wrong = [7, {}, *({**good, name: value} for name in good for value in (None, -200, 1.5))]
+    found = [refusal(lambda state=state: model.set_extra_state(state)) for state in wrong]
+    assert model.get_extra_state() == good
+    model.set_extra_state(good)
+    return found
+
+
+def test_a_state_that_is_broken_is_refused_and_changes_nothing():
+    (found, *_) = run_ranks(broken_states, 3)
+    kept = [error for error in found if error is not None]
+    assert {kind for kind, _ in kept} == {"ValueError"}
+    assert len(kept) == len(found)
+    assert "it is int" in found[0][1]
+    assert "it lacks assignment, exponent, lengths, limit, step" in found[1][1]
+
+
 def differing(rank, world_size):
     other, torn = mlp(), mlp()
     with torch.no_grad():

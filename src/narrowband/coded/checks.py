@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import batchnorm, instancenorm
 
+from narrowband.coded.fixed_point import EXPONENTS
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -19,7 +21,15 @@ if TYPE_CHECKING:
 
     from narrowband.transport import Transport
 
-__all__ = ["NORMS", "check_agreement", "check_failures", "check_model", "no_batch_norm", "other_parameters"]
+__all__ = [
+    "NORMS",
+    "check_agreement",
+    "check_extra_state",
+    "check_failures",
+    "check_model",
+    "no_batch_norm",
+    "other_parameters",
+]
 
 log = logging.getLogger(__name__)
 
@@ -110,3 +120,20 @@ def check_agreement(arguments: dict[str, Any], module: nn.Module, group: dist.Pr
                 "with the same arguments and the same model, to the bit: the same seed before it is made, or the same "
                 "checkpoint"
             )
+
+
+def check_extra_state(state: object) -> None:
+    """Raise ValueError unless this is what :meth:`CodedDataParallel.get_extra_state` returned, on whatever ranks."""
+    wanted = {"step", "exponent", "limit", "assignment", "lengths"}
+    if not isinstance(state, Mapping) or (lacking := wanted - state.keys()):
+        what = f"lacks {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else f"is {type(state).__name__}"
+        raise ValueError(f"this is no state of CodedDataParallel: it {what}")
+    if not isinstance(state["assignment"], str):
+        raise ValueError(f"the state has {state['assignment']!r} for assignment, and words belong there")
+    lengths = state["lengths"]
+    if not isinstance(lengths, Mapping) or not all(type(x) is int and x > 0 for pair in lengths.items() for x in pair):
+        raise ValueError(f"the state has {lengths!r} for lengths, and numbers of rows and of samples belong there")
+    ranges = {"step": (0, 1 << 62), "limit": (1, 1 << 31), "exponent": EXPONENTS}
+    for name, (least, most) in ranges.items():
+        if type(state[name]) is not int or not least <= state[name] <= most:
+            raise ValueError(f"the state has {state[name]!r} for {name}, and a number from {least} on belongs there")

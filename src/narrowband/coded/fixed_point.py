@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["DTYPES", "FixedPoint", "Span"]
+__all__ = ["DTYPES", "EXPONENTS", "FixedPoint", "Span"]
 
 Span = float | Literal["auto"]
 
@@ -31,7 +31,7 @@ _HEADROOM = {32: 16.0, 16: 2.0, 8: 2.0}
 #: A step whose largest contribution would have had room for this times its headroom is sent again in a finer unit.
 _COARSE = 16.0
 #: Exponents of units, so that a unit and one over it are normal float32.
-_EXPONENTS = (-126, 126)
+EXPONENTS = (-126, 126)
 
 
 class FixedPoint:
@@ -68,7 +68,7 @@ class FixedPoint:
         largest = (2**31 - 1) // blocks if bits == 32 else 2 ** (bits - 1) - 1
         inexact = max(0, largest.bit_length() - 24)  # bits that a float32 does not have
         self.limit = largest >> inexact << inexact
-        self._finest = _EXPONENTS[0] if span == "auto" else self._fit(span / blocks)
+        self._finest = EXPONENTS[0] if span == "auto" else self._fit(span / blocks)
         self.exponent = self._finest
 
     @property
@@ -108,4 +108,4 @@ class FixedPoint:
         exponent = math.ceil(math.log2(magnitude / self.limit)) - 1
         while math.ldexp(self.limit, exponent) < magnitude:
             exponent += 1
-        return min(max(exponent, _EXPONENTS[0]), _EXPONENTS[1])
+        return min(max(exponent, EXPONENTS[0]), EXPONENTS[1])

@@ -32,7 +32,15 @@ from narrowband import kernels
 from narrowband.coded.assignment import Assignment, CodedSampler
 from narrowband.coded.average import BlockAverage
 from narrowband.coded.blocks import Run
-from narrowband.coded.checks import NORMS, check_agreement, check_failures, check_model, no_batch_norm, other_parameters
+from narrowband.coded.checks import (
+    NORMS,
+    check_agreement,
+    check_extra_state,
+    check_failures,
+    check_model,
+    no_batch_norm,
+    other_parameters,
+)
 from narrowband.coded.fixed_point import DTYPES
 from narrowband.coded.stats import CodedStepStats
 from narrowband.collectives import new_group
@@ -40,7 +48,7 @@ from narrowband.errors import UnsupportedError
 from narrowband.kernels.compiling import announced
 from narrowband.stats import Stats
 from narrowband.transport import Transport, connect
-from narrowband.units import whole_number
+from narrowband.units import plain_number, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,11 +138,12 @@ class CodedDataParallel(nn.Module):
             whole_number(name, value) for name, value in (("redundancy", redundancy), ("bits", bits), ("seed", seed))
         )
         group = None if group is None else whole_number("group", group)
+        shares = None if shares is None else tuple(map(plain_number, shares))
         arguments = {
             "redundancy": redundancy,
             "transport": transport if isinstance(transport, str) else transport.name,
             "group": group,
-            "shares": None if shares is None else tuple(shares),
+            "shares": shares,
             "bits": bits,
             "span": span,
             "seed": seed,
@@ -145,7 +154,7 @@ class CodedDataParallel(nn.Module):
         check_agreement(arguments, module, cast("dist.ProcessGroup", users))
         device = check_model(module)
         ranks = dist.get_process_group_ranks(users)
-        self.assignment = Assignment(len(ranks), redundancy, group or 0, tuple(shares or ()))
+        self.assignment = Assignment(len(ranks), redundancy, group or 0, shares or ())
         check_failures(max_failures, silence_timeout, rejoin_steps, redundancy, transport)
         self.module = module
         self._as_set_up = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
@@ -266,7 +275,12 @@ class CodedDataParallel(nn.Module):
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Part of :meth:`load_state_dict`. Where the number of ranks or bits has changed, the span begins anew."""
+        """Part of :meth:`load_state_dict`. Where the number of ranks or bits has changed, the span begins anew.
+
+        Raises:
+            ValueError: it is no such part. Nothing has changed then.
+        """
+        check_extra_state(state)
         same = state["assignment"] == str(self.assignment)
         self._average.load_state_dict(state, same_assignment=same)
         for length, samples in state["lengths"].items() if same else ():
