@@ -17,6 +17,7 @@ from narrowband.adapt import (
     GlobalTopK,
     HardThreshold,
     KMeans,
+    LayerPlan,
     LGreCo,
     Plan,
     Traffic,
@@ -312,6 +313,93 @@ def test_files_that_hold_no_plan_are_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=said) as caught:
             Plan.load(path)
         assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_plans_take_numpys_numbers_and_are_as_whole_as_those_from_json():
+    def plan(layer=(), **changes):
+        own = {"name": "w", "shape": (2, 3), "spec": "sign+ef", "nbytes": 9, "error": None}
+        return Plan(**{"layers": (LayerPlan(**own | dict(layer)),), "policy": "mine", "world_size": 4, **changes})
+
+    numpys = {"shape": tuple(np.array([2, 3])), "nbytes": np.int64(9), "error": np.float32(0.5)}
+    made = plan(numpys, world_size=np.int64(4), step=np.int32(3), budget=np.float32(2.5), reference_nbytes=np.int64(7))
+    assert made == plan({"error": 0.5}, step=3, budget=2.5, reference_nbytes=7)
+    assert Plan.from_json(made.to_json()) == made
+    for layer, changes, said in (
+        ({"nbytes": -1}, {}, "layer 'w' of the plan must have a number from 0 on as 'nbytes'"),
+        ({"nbytes": math.inf}, {}, "'nbytes'"),
+        ({"error": math.nan}, {}, "'error', not nan"),
+        ({"shape": (2, 0.5)}, {}, "'shape'"),
+        ({"shape": 6}, {}, "'shape', not 6"),
+        ({"name": 3}, {}, "'name'"),
+        ({"spec": None}, {}, "'spec'"),
+        ({"spec": "sign+ef-mixed"}, {}, "layer 'w': ef-mixed chooses"),
+        ({}, {"world_size": 0}, "'world_size', not 0"),
+        ({}, {"world_size": 2.0}, "'world_size', not 2.0"),
+        ({}, {"step": -1}, "'step', not -1"),
+        ({}, {"budget": math.inf}, "'budget', not inf"),
+        ({}, {"model": "sign+ef-mixed"}, "the plan's model: ef-mixed chooses"),
+        ({}, {"policy": None}, "'policy'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            plan(layer, **changes)
+    text = made.to_json()
+    for edited, said in (
+        (text.replace('"step": 3', '"step": 3, "step": 4'), "the key 'step' is given twice"),
+        (text.replace('"nbytes": 9', '"nbytes": 9, "nbytes": 10'), "the key 'nbytes' is given twice"),
+        (text.replace('"step": 3', f'"step": 1{"0" * 400}'), "as 'step'"),
+        (text.replace('"step": 3', f'"step": 1{"0" * 5000}'), "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        (text.replace("sign+ef", "sign+ef-mixed"), "layer 'w': ef-mixed chooses"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Plan.from_json(edited)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        LGreCo("qsgd:bits=4"),
+        LGreCo(Accordion("qsgd:bits=4", "qsgd:bits=2")),
+        Accordion("qsgd:bits=4", "qsgd:bits=2"),
+        KMeans("qsgd:bits=4"),
+        GlobalTopK(0.02),
+        HardThreshold(0.5),
+        Constant("sign"),
+    ],
+)
+def test_without_gradients_there_is_nothing_to_decide_and_empty_ones_are_layers(policy):
+    with pytest.raises(ValueError, match=r"there are no gradients|at least one layer"):
+        policy.decide({}, step=0, traffic=TRAFFIC)
+    gradients = {"none": torch.zeros(0, 4), "one": torch.ones(()), "zeros": torch.zeros(3, 5), "w": torch.randn(40, 30)}
+    plan = policy.decide(gradients, step=0, traffic=TRAFFIC)
+    plan.check({name: tuple(x.shape) for name, x in gradients.items()})
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_more_elements_than_32_bits_can_index_are_refused_before_they_are_copied():
+    huge = torch.zeros(1).expand(2**30)
+    with pytest.raises(ValueError, match=r"index with 32 bits: 2147483648 elements are more"):
+        GlobalTopK(0.01).decide({"a": huge, "b": huge}, step=0, traffic=TRAFFIC)
+
+
+def test_a_norm_that_is_none_is_a_critical_regime():
+    policy = Accordion("qsgd:bits=4", "qsgd:bits=2")
+    given = ({"w": torch.full((4, 4), value)} for value in (1.0, math.nan, 1.0, 1.0))
+    chosen = [policy.decide(gradients, step=0, traffic=TRAFFIC).layers[0].spec for gradients in given]
+    assert chosen == ["qsgd:bits=4", "qsgd:bits=4", "qsgd:bits=4", "qsgd:bits=2"]
+    for broken in ({"w": None}, {"w": "1.0"}, {"w": torch.ones(())}):
+        with pytest.raises(ValueError, match="keeps norms of layers"):
+            policy.load_state_dict(broken)
+    assert policy.state_dict() == {"w": 4.0}
+
+
+def test_times_of_policies_are_whole_numbers():
+    numpys = {"every": np.int64(4), "warmup_steps": np.int32(3), "last": np.int64(2)}
+    policy = nb.LGreCo("powersgd:rank=2", **numpys)
+    assert repr(policy) == repr(nb.LGreCo("powersgd:rank=2", every=4, warmup_steps=3, last=2))
+    for name in numpys:
+        with pytest.raises(TypeError, match=rf"lgreco: {name}=0.5 is not a whole number"):
+            nb.LGreCo("powersgd:rank=2", **(numpys | {name: 0.5}))
 
 
 def test_which_steps_a_policy_looks_at():

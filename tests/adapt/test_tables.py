@@ -118,6 +118,8 @@ def test_zero_gradients_lose_nothing():
 
 def test_what_makes_no_table_is_refused():
     x = {"w": torch.ones(4, 4)}
+    with pytest.raises(ValueError, match="no gradients"):
+        error_table({}, ["none"])
     with pytest.raises(ValueError, match="no choices"):
         error_table(x, [])
     with pytest.raises(ValueError, match=r"twice: topk:density=0.1"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
@@ -70,7 +70,7 @@ class Accordion(Policy):
             norm = float(torch.linalg.vector_norm(x.float()))
             before = self._norms.get(name)
             self._norms[name] = norm
-            critical = before is None or abs(before - norm) >= self.eta * before
+            critical = before is None or not abs(before - norm) < self.eta * before  # NaN is one, too
             chosen.append(compression(self.low if critical else self.high))
         return plan_of(chosen, gradients, self, step=step, traffic=traffic)
 
@@ -78,4 +78,7 @@ class Accordion(Policy):
         return dict(self._norms)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        self._norms = {name: float(norm) for name, norm in state.items()}  # type: ignore[arg-type]
+        for name, norm in state.items():
+            if not isinstance(norm, (int, float)):
+                raise ValueError(f"accordion keeps norms of layers, and the state holds {norm!r} for {name!r}")
+        self._norms = {name: float(cast("float", norm)) for name, norm in state.items()}

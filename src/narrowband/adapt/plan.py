@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from narrowband.adapt.traffic import dense_nbytes
+from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
 from narrowband.files import write_text
+from narrowband.units import plain_number
 
 __all__ = ["LayerPlan", "Plan"]
 
@@ -37,6 +40,15 @@ class LayerPlan:
     spec: str
     nbytes: float
     error: float | None
+
+    def __post_init__(self) -> None:
+        given: Any = self.shape  # of anybody's policy
+        shape = list(map(plain_number, given)) if isinstance(given, (list, tuple)) else given
+        for key in ("nbytes", "error"):
+            object.__setattr__(self, key, plain_number(getattr(self, key)))  # frozen: this is part of making it
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        _check_keys(f"layer {self.name!r} of the plan", own | {"shape": shape}, _LAYER, {})
+        object.__setattr__(self, "shape", tuple(shape))
 
     @property
     def family(self) -> str:
@@ -80,18 +92,23 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a plan needs at least one layer")
-        if self.world_size < 1:
-            raise ValueError(f"the plan's world_size={self.world_size} must be at least 1")
+        for key in ("world_size", "step", "budget", "reference_nbytes"):
+            object.__setattr__(self, key, plain_number(getattr(self, key)))
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        _check_keys("the plan", own | {"version": _VERSION, "layers": list(self.layers)}, _PLAN, _PLAN_OPTIONAL)
         names = [layer.name for layer in self.layers]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"the plan has these layers twice: {', '.join(twice)}")
         if self.model is not None:
-            compression(self.model)
+            try:
+                compression(self.model)
+            except (ValueError, UnsupportedError) as error:
+                raise ValueError(f"the plan's model: {error}") from error
         for layer in self.layers:
             try:
                 compression(layer.spec)
-            except ValueError as error:
+            except (ValueError, UnsupportedError) as error:
                 raise ValueError(f"the plan's layer {layer.name!r}: {error}") from error
 
     @property
@@ -156,19 +173,19 @@ class Plan:
                 that does not exist; says which.
         """
         try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
+            values = json.loads(text, object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"this is no plan, or a part of one: it is not JSON ({error}); {_WRITTEN_BY}") from error
-        if not isinstance(fields, dict) or "version" not in fields:
+        if not isinstance(values, dict) or "version" not in values:
             raise ValueError(f"this is not a plan: it is no JSON object with a version; {_WRITTEN_BY}")
-        if fields["version"] != _VERSION:
+        if values["version"] != _VERSION:
             raise ValueError(
-                f"this is a plan of version {fields['version']!r}, and this version of narrowband reads version "
+                f"this is a plan of version {values['version']!r}, and this version of narrowband reads version "
                 f"{_VERSION}; make the plan again with `narrowband adapt`"
             )
-        _check_keys("the plan", fields, _PLAN, _PLAN_OPTIONAL)
-        layers = tuple(_layer(number, layer) for number, layer in enumerate(fields["layers"]))
-        return cls(layers, **{key: value for key, value in fields.items() if key not in ("version", "layers")})
+        _check_keys("the plan", values, _PLAN, _PLAN_OPTIONAL)
+        layers = tuple(_layer(number, layer) for number, layer in enumerate(values["layers"]))
+        return cls(layers, **{key: value for key, value in values.items() if key not in ("version", "layers")})
 
     def save(self, path: str | Path) -> None:
         """Write to a file, whole or not at all, creating the folders above it."""
@@ -200,8 +217,17 @@ def _ratio(dense: float, sent: float) -> float:
 _Kinds = Mapping[str, tuple[str, Callable[[Any], bool]]]
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without a key that stands there twice, of which one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at]))
+        raise ValueError(f"the key {twice!r} is given twice")
+    return found
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _MOST
 
 
 def _is_whole(value: Any) -> bool:
@@ -216,6 +242,8 @@ def _is_number_or_none(value: Any) -> bool:
     return value is None or _is_number(value)
 
 
+#: No number of a plan is larger; none that is would be a float.
+_MOST = sys.float_info.max
 _NUMBER, _NUMBER_OR_NULL = "a number from 0 on", "a number from 0 on, or null"
 _PLAN: _Kinds = {
     "version": ("a number", _is_number),

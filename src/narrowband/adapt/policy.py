@@ -12,7 +12,9 @@ import torch
 from narrowband import kernels
 from narrowband.adapt.plan import LayerPlan, Plan
 from narrowband.codecs import Threshold, TopK
+from narrowband.codecs.sparse import check_numel
 from narrowband.feedback import Compression, compression
+from narrowband.units import whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,6 +77,8 @@ class Policy(ABC):
             raise ValueError(f"{self.name} keeps no state, and there is one: {', '.join(state)}")
 
     def _check_times(self) -> None:
+        for name in ("every", "warmup_steps", "last"):
+            setattr(self, name, whole_number(f"{self.name}: {name}", getattr(self, name)))
         if self.every < 1 or self.warmup_steps < 0:
             raise ValueError(
                 f"{self.name}: every={self.every} must be at least 1 and warmup_steps={self.warmup_steps} at least 0"
@@ -153,13 +157,17 @@ class GlobalTopK(Policy):
         return compression(f"{TopK(density=self.density)}+{self.feedback}")
 
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
+        if not gradients:
+            raise ValueError("there are no gradients, so there is nothing to choose for")
+        numel = sum(x.numel() for x in gradients.values())
+        k = TopK(density=self.density).kept((check_numel(numel),))
         flat = torch.cat([x.detach().reshape(-1).float() for x in gradients.values()])
-        at = kernels.select_topk(flat, TopK(density=self.density).kept(flat.shape))
+        at = kernels.select_topk(flat, k)
         ends = torch.tensor([x.numel() for x in gradients.values()], dtype=torch.int64, device="cpu").cumsum(0)
         up_to = torch.searchsorted(at.long().cpu(), ends)
         counts = torch.diff(up_to, prepend=up_to.new_zeros(1)).tolist()
         chosen = [
-            replace(self.start, codec=TopK(density=max(1, count) / x.numel()))
+            replace(self.start, codec=TopK(density=max(1, count) / max(1, x.numel())))
             for x, count in zip(gradients.values(), counts, strict=True)
         ]
         return plan_of(chosen, gradients, self, step=step, traffic=traffic)

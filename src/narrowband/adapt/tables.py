@@ -101,6 +101,8 @@ def error_table(
     names = [str(choice) for choice in made]
     if not made:
         raise ValueError("there are no choices")
+    if not gradients:
+        raise ValueError("there are no gradients, so there is nothing to choose for")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"these choices are given twice: {', '.join(twice)}")

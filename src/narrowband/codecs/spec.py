@@ -118,7 +118,7 @@ def _keys(kind: type) -> str:
 
 
 def _nearest(word: str, among: Any) -> str:
-    close = get_close_matches(word, list(among), n=1)
+    close = get_close_matches(word.lower(), list(among), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -156,7 +156,10 @@ def check_keys(term: object) -> None:
         elif isinstance(value, bool) or not isinstance(value, Integral if hint is int else Real):
             raise TypeError(f"{where} is not {'a whole number' if hint is int else 'a number'}")
         else:
-            object.__setattr__(term, f.name, hint(value))  # frozen: this is part of making it
+            try:
+                object.__setattr__(term, f.name, hint(value))  # frozen: this is part of making it
+            except OverflowError:
+                raise ValueError(f"{where} is more than a float can say") from None
 
 
 def format_term(term: object) -> str:
