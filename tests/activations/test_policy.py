@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -226,6 +227,18 @@ def test_a_pattern_that_matches_no_module_is_an_error():
         ActivationPolicy(modules={"blocks.*": 4, "heads": 8}).check(names)
     with pytest.raises(ValueError, match=r"'layers\.\*' matches no module of the model$"):
         ActivationPolicy(modules={"layers.*:softmax": 8}).check(names)
+
+
+def test_numpys_numbers_are_those_of_python():
+    own = {"bits": 4, "min_numel": 512, "granularity": 64, "heads": 2, "groups": 4}
+    numpys = {name: np.int64(value) for name, value in own.items()}
+    numpys |= {"operators": {"softmax": np.int8(8)}, "modules": {"a": np.int64(2)}, "decay": np.float32(0.5)}
+    own |= {"operators": {"softmax": 8}, "modules": {"a": 2}, "decay": 0.5}
+    made, expected = ActivationPolicy(**numpys), ActivationPolicy(**own)
+    assert (made, made.to_toml()) == (expected, expected.to_toml())
+    for wrong in (np.int64(3), np.float64(8.0), np.bool_(1)):
+        with pytest.raises(ValueError, match=r"there are 8, 4 and 2 bits"):
+            ActivationPolicy(bits=wrong)
 
 
 def test_off_is_known_as_such():

@@ -273,6 +273,19 @@ class Still:
         return nb.Stats(nb.StepStats(), nb.StepStats())
 
 
+def test_numbers_of_steps_may_be_numpys(tmp_path):
+    with nb.Recorder(Still(), tmp_path / "run.jsonl", every=np.int64(2), layers_every=np.int64(4)) as recorder:
+        for step in np.arange(1, 5):
+            recorder.step(loss=np.float32(0.5), step=step)
+        with pytest.raises(TypeError, match=r"step=4.5 is not a whole number"):
+            recorder.step(step=4.5)
+    run = read_run(tmp_path / "run.jsonl")
+    assert [values["loss"] for values in run.steps.values()] == [0.5, 0.5]
+    assert list(run.steps) == [2, 4]
+    with pytest.raises(TypeError, match=r"every=1.5 is not a whole number"):
+        nb.Recorder(Still(), every=1.5)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -295,6 +308,8 @@ class Still:
             "damaged: line 3 is no record .'much' is no whole number",
         ),
         (lines((1, 0.9), (2, 0.8)).encode().replace(b"0.9", b"[]"), "damaged: line 2"),
+        (lines((1, 0.9), (2, 0.8)).encode().replace(b'"step": 1', b'"step": 1e999'), "damaged: line 2"),
+        (lines((1, 0.9), (2, 0.8)).encode().replace(b"0.9", b"1" + b"0" * 400), "damaged: line 2"),
     ],
 )
 def test_what_is_no_run_is_not_read_and_never_written_to(tmp_path, content, message):

@@ -26,6 +26,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from narrowband.units import plain_number
+
 __all__ = ["OPERATORS", "ActivationPolicy", "Bits", "ModuleBits"]
 
 Bits = Literal[8, 4, 2, "off"]
@@ -116,9 +118,12 @@ class ActivationPolicy:
     derive: bool = True
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, plain_number(getattr(self, each.name)))  # frozen: a part of making it
         for field_, value in (("operators", self.operators), ("modules", self.modules)):
             if not isinstance(value, Mapping):
                 raise ValueError(f'{field_}={value!r} must say what has how many bits, such as {{"softmax": 4}}')
+            object.__setattr__(self, field_, {name: plain_number(bits) for name, bits in value.items()})
         for name in self.operators:
             _check_name("operator", name, OPERATORS)
         for pattern in self.modules:

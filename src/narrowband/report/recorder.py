@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowband.report.record import provenance
+from narrowband.units import whole_number
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -89,6 +90,7 @@ class Recorder:
         writer: Any = None,
         rank: int | None = 0,
     ) -> None:
+        every, layers_every = whole_number("every", every), whole_number("layers_every", layers_every)
         for name, value in (("every", every), ("layers_every", layers_every)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1: steps from one record to the next")
@@ -132,7 +134,7 @@ class Recorder:
         """
         if self._number is None:
             self._number = self._earlier_steps()
-        self._number = self._number + 1 if step is None else step
+        self._number = self._number + 1 if step is None else whole_number("step", step)
         self._since += 1
         self._count += 1
         if not self._writes or self._since < self._every:
@@ -367,7 +369,7 @@ def _earlier(path: Path) -> Run | None:
             raise ValueError(
                 f"{path} was written by a newer version of narrowband ({error}): install that one"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             last = number == len(lines) or begins_anew
             if run is None:
                 if isinstance(error, json.JSONDecodeError) and last and line[: len(_BEGINS)] == _BEGINS[: len(line)]:
@@ -406,7 +408,7 @@ def _with_record(run: Run | None, record: dict[str, Any]) -> Run:
     """A run with one more line of its file.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is no such line.
+        ValueError, KeyError, TypeError, AttributeError, OverflowError: it is no such line.
     """
     kind = record["kind"]
     if kind == "start":
