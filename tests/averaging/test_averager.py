@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -152,6 +155,21 @@ def conjugates(rank, world_size, how):
         assert w.grad.is_conj()
         handle.average()
     return w.grad.resolve_conj(), sum(parts).resolve_conj() / 2
+
+
+def copied(rank, world_size):
+    model = nn.Linear(8, 8)
+    handles = nb.Averager(model, "qsgd:bits=4", min_numel=8), nb.compress_gradients(nn.Linear(8, 8), "none")
+    return [refusal(lambda h=h, way=way: way(h)) for h in handles for way in (copy.deepcopy, pickle.dumps)]
+
+
+def test_copies_and_pickles_of_handles_are_refused_in_words():
+    for errors in run_ranks(copied, 1):
+        assert len(errors) == 4
+        for kind, text in errors:
+            assert kind == "TypeError"
+            assert "belongs to one process and its group" in text
+            assert "handle.state_dict()" in text
 
 
 def expanded(rank, world_size):

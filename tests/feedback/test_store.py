@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import signal
 import subprocess
 import sys
@@ -456,6 +458,19 @@ def test_a_state_that_is_broken_is_refused_before_anything_changes(make, place, 
         assert content(kept) == before, name
     kept.load_state_dict(good)
     assert content(kept) == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_store_in_memory_may_be_copied_and_one_in_a_file_says_why_not(make, copied):
+    for place in ("memory", "disk"):
+        kept = make(place, 4)
+        copied(kept)  # before there is a file
+        kept.put(0, torch.ones(4))
+        if place == "memory":
+            copied(kept)
+            continue
+        with pytest.raises(TypeError, match=r"samples\.rows belongs to one store, and a copy would"):
+            copied(kept)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from narrowband.averaging.core import Averaging
 from narrowband.averaging.state import VERSION, check_state, facts_of, kept, states_of_all_ranks
@@ -63,6 +63,13 @@ class Handle(Averaging):
         if total.relative_error is not None:
             facts.append(f"relative error {total.relative_error:.2g}")
         return f"{type(self).__name__}({', '.join(facts)})"
+
+    def __reduce__(self) -> NoReturn:
+        """Copies and pickles are refused, in words."""
+        raise TypeError(
+            f"a {type(self).__name__} belongs to one process and its group, so it is neither copied nor pickled: save "
+            "handle.state_dict(), and load that into a handle of the other model"
+        )
 
     def stats(self) -> Stats[StepStats]:
         """Bytes, seconds and relative error: in total, and of the last finished step. On a GPU it waits for that."""

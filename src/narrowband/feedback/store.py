@@ -22,7 +22,7 @@ import struct
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -446,6 +446,13 @@ class _File:
         if said != [_FORMAT, keep.encode().ljust(8, b"\0"), numel, token.encode()] or size < _HEADER_NBYTES:
             raise ValueError(_of_another_run(path))
         return cls(path, form, updates)
+
+    def __reduce__(self) -> NoReturn:
+        """Copies and pickles are refused, in words."""
+        raise TypeError(
+            f"{self._path} belongs to one store, and a copy would change the same rows: save state_dict() and load it, "
+            "or keep rows in memory"
+        )
 
     def rows(self, first: int, count: int) -> Tensor:
         """``count`` rows from the place ``first`` on; the file grows as needed."""
