@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
 from tests.gradients.shards import shard, whole
-from tests.gradients.training import adamw, loss_of, mlp, refusal, train_in_two_passes
+from tests.gradients.training import adamw, heard, loss_of, mlp, refusal, train_in_two_passes
 from tests.loops import asked_for_from_now
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
@@ -740,6 +740,23 @@ def test_what_cannot_be_done_is_said_before_anything_is_touched():
             "unknown": "ValueError",
         }
         assert "qsgd:bits=4 on rank 0" in refused["ranks disagree"][1]
+
+
+def left_as_they_are(rank, world_size):
+    """What is said of models whose parameters are large enough, and are of no kind that codecs take."""
+    mesh, said = mesh_of(world_size), []
+    for layer in (nn.LayerNorm((40, 40)), nn.Linear(64, 64).double(), nn.Linear(64, 64)):
+        with heard() as messages:
+            compress(shard(nn.Sequential(layer), mesh))
+        said.append(messages)
+    return said
+
+
+def test_why_nothing_is_compressed_is_said():
+    for of_norms, of_float64, of_float32 in run_ranks(left_as_they_are, 2):
+        for (said,) in (of_norms, of_float64):
+            assert "no parameter in float32, float16 or bfloat16, norms aside, has two dimensions" in said
+        assert of_float32 == []
 
 
 def leaves(rank, world_size):

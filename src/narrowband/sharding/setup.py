@@ -95,7 +95,11 @@ def compress_shards(
     if not modules:
         raise UnsupportedError("this model's shards are all on one rank, which sends nothing")
     if not any(shard.compressed for _, layout in modules for shard in layout.shards):
-        log.warning("nothing to compress: no parameter has 2 dimensions and at least min_numel=%d elements", min_numel)
+        log.warning(
+            "nothing to compress: no parameter in float32, float16 or bfloat16, norms aside, has two dimensions or "
+            "more and at least min_numel=%d elements",
+            min_numel,
+        )
     _warm_up([codec for codec in chosen if codec is not None], module)
     handle = ShardCompression(module, modules, *chosen, referenced=references, seed=whole_number("seed", seed))
     _handles[module] = weakref.ref(handle)
