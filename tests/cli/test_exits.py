@@ -355,6 +355,20 @@ def test_what_was_measured_is_kept_though_it_cannot_be_shown(narrow, given, monk
     assert json.loads((given / written).read_text())
 
 
+def test_what_was_measured_is_shown_though_it_cannot_be_kept(narrow, given):
+    """Files of a process may be no longer than it says, as on a full disk."""
+    program = (
+        "import resource, sys; from narrowband.cli import main; limit = resource.RLIMIT_FSIZE\n"
+        "resource.setrlimit(limit, (100, resource.getrlimit(limit)[1])); sys.exit(main())"
+    )
+    line = "bench kernels --loops all-finite --repeats 1 --numel 4096 --json kept.json"
+    assert narrow(*line.split())[0] == 0  # loops are compiled, and kept in files
+    (given / "kept.json").unlink()
+    done = subprocess.run([sys.executable, "-c", program, *line.split()], capture_output=True, text=True, check=False)
+    assert (done.returncode, "File too large" in done.stderr) == (1, True), done.stderr
+    assert "all-finite" in done.stdout
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_a_terminal_that_lacks_characters_gets_question_marks(narrow, monkeypatch, encoding):
     shown = io.BytesIO()

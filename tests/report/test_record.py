@@ -16,6 +16,8 @@ from narrowband.report.record import (
     machine,
     provenance,
     read_json,
+    sources,
+    sources_of,
     versions,
     write_json,
 )
@@ -28,6 +30,17 @@ def test_a_result_says_where_it_comes_from():
     assert about["versions"]["torch"] == torch.__version__
     assert about["machine"]["cores"] == os.cpu_count()
     json.dumps(about, allow_nan=False)
+
+
+def test_the_same_code_has_the_same_hash_and_other_code_another(tmp_path):
+    assert provenance()["sources"] == sources()
+    found = [sources_of(tmp_path)]
+    for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "x = 2"), ("facts.json", "{}")):
+        (tmp_path / name).write_text(text)
+        found.append(sources_of(tmp_path))
+    assert len(set(found)) == len(found)
+    (tmp_path / "a.cpython-312.pyc").write_text("what Python makes of it")
+    assert sources_of(tmp_path) == found[-1]
 
 
 def test_the_host_stays_anonymous():

@@ -36,7 +36,7 @@ from narrowband.bench.text import Text, batch_of, standard_library
 from narrowband.feedback import compression
 from narrowband.lab.config import MAX_NODES
 from narrowband.report.estimate import FORMULA, Row, estimates, verdict
-from narrowband.report.record import read_json, versions, write_json
+from narrowband.report.record import read_json, sources, versions, write_json
 
 __all__ = ["BASELINES", "Config", "run"]
 
@@ -164,7 +164,8 @@ def run(
 def _key(config: Config, spec: str, text: Text) -> str:
     """A file name that changes with anything that changes the row."""
     identity = asdict(config) | {"codecs": spec, "text": text.digest, "model": asdict(MODELS[config.model])}
-    digest = hashlib.sha256(json.dumps(identity | versions(), sort_keys=True).encode()).hexdigest()
+    identity |= {"sources": sources(), **versions()}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     name = "".join(c if c.isalnum() else "-" for c in spec)
     return f"{name}-{digest[:12]}"
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from dataclasses import asdict, dataclass, field
@@ -333,7 +334,8 @@ class BenchMemory:
             for row in zoo.run(config, known):
                 rows.append(row)
                 progress.update(task, advance=1, description=row["name"])
-                keep(rows)
+                known = [other for other in known if other["name"] != row["name"]]
+                keep([*rows, *known])  # what is known of those whose turn has not come yet
         written = _record(self.json, asdict(config), rows)
         console.print(budgets_table(rows) if self.shares else zoo_table(rows))
         if not self.shares:
@@ -365,38 +367,50 @@ def _check_record(path: Path | None, reads: Sequence[str] = ()) -> None:
 
 
 def _known(path: Path | None, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows that an earlier run of the same commit and configuration has written: it goes on from there.
+    """Rows that an earlier run of the same code and configuration has written on this machine: it goes on from there.
 
     Raises:
         ValueError: the file is torn, or no record.
     """
-    from narrowband.report.record import commit, read_json
+    from narrowband.report.record import machine, read_json, sources, versions
 
     if path is None or not path.exists():
         return []
-    before = read_json(path, ("config", "rows", "commit"))
-    same = (before["config"], before["commit"]) == (json.loads(json.dumps(config)), commit())
+    before = read_json(path, ("config", "rows"))
+    own = {"config": config, "sources": sources(), "versions": versions(), "machine": machine()}
+    same = {name: before.get(name) for name in own} == json.loads(json.dumps(own))
     return list(before["rows"]) if same else []
 
 
 def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[str, Any]]], None]:
-    """What writes the rows that are known so far, so that nothing is lost on Ctrl-C, or when time is up."""
+    """What writes the rows that are known so far, so that nothing is lost on Ctrl-C, or when time is up. Where there is
+    no room on the disk, measuring goes on.
+    """
     if path is None:
         return lambda _: None
     from narrowband.report.record import provenance, write_json
 
     before = provenance(config["seed"]) | {"config": config}
-    return lambda rows: write_json(path, before | {"rows": rows})
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        with contextlib.suppress(OSError):
+            write_json(path, before | {"rows": rows})
+
+    return keep
 
 
-def _record(path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> dict[str, str]:
+#: What is to be said of a record: sentence → style; or why there is none.
+_Written = dict[str, str] | OSError
+
+
+def _record(path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> _Written:
     """Write rows, and ``more`` beside them, with where they come from; and a page of it.
 
     Before anything is shown of them: nobody may read what is shown any more, or its device may be full, and a
-    measurement is not lost by that.
+    measurement is not lost by that. Nor by a full disk: what cannot be written is shown all the same.
 
     Returns:
-        What :func:`_say` says of it behind the tables: sentence → style.
+        What :func:`_say` says of it behind the tables.
     """
     if path is None:
         return {}
@@ -405,19 +419,29 @@ def _record(path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]
     from narrowband.report.record import provenance, write_json
 
     record = provenance(config["seed"]) | {"config": config, "rows": rows, **more}
-    write_json(path, record)
+    try:
+        write_json(path, record)
+    except OSError as error:
+        return error
     written = {f"written to {path}": "dim"}
     if can_make_pages():
         page = path.with_suffix(".html")
         try:
             write_text(page, record_page(record, path.stem))
-        except UnsupportedError as error:  # the measurement is safe, and worth more than its page
+        except (OSError, UnsupportedError) as error:  # the measurement is safe, and worth more than its page
             return written | {f"no page of it: {error}": "yellow"}
         written[f"a page of it: {page}"] = "dim"
     return written
 
 
-def _say(console: Console, written: dict[str, str]) -> None:
+def _say(console: Console, written: _Written) -> None:
+    """Say it.
+
+    Raises:
+        OSError: the record could not be written.
+    """
+    if isinstance(written, OSError):
+        raise written
     for sentence, style in written.items():
         console.print(sentence, style=style, markup=False, highlight=False)
 

@@ -6,6 +6,8 @@ and the seed beside its rows.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -21,7 +23,17 @@ from typing import Any
 
 from narrowband.files import write_text
 
-__all__ = ["commit", "commit_of", "machine", "provenance", "read_json", "versions", "write_json"]
+__all__ = [
+    "commit",
+    "commit_of",
+    "machine",
+    "provenance",
+    "read_json",
+    "sources",
+    "sources_of",
+    "versions",
+    "write_json",
+]
 
 #: Distributions whose versions change results, besides this one and PyTorch.
 _DISTRIBUTIONS = ("numpy", "numba")
@@ -53,6 +65,30 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+@functools.cache
+def sources() -> str:
+    """A hash of this package: where it is equal, the same code runs, also outside a checkout or in one with changes."""
+    return sources_of(Path(__file__).resolve().parents[1])
+
+
+def sources_of(package: Path) -> str:
+    """The same of any folder.
+
+    Example:
+        >>> len(sources_of(Path(narrowband.__file__).parent))
+        16
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in _SOURCES):
+        digest.update(f"{path.relative_to(package)}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+#: Of files that run, or are read by what runs.
+_SOURCES = (".py", ".json", ".html")
 
 
 def commit() -> str | None:
@@ -100,6 +136,7 @@ def provenance(seed: int | None = None, command: list[str] | None = None) -> dic
     return {
         "command": shlex.join(command),
         "commit": commit(),
+        "sources": sources(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seed": seed,
         "machine": machine(),
