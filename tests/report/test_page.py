@@ -28,7 +28,7 @@ def layer(step, at, error=0.3):
     return LayerRecord(SPECS[(step + at) % 2], 64 * 64, 32768, 1024 * (at + 1), error, 0.1 * step * (at + 1))
 
 
-def a_run(*, seconds=0.2, skipped=(7,), losses=True, ended=True, layers=3):
+def a_run(*, seconds=0.2, skipped=(7,), losses=True, ended=True, layers=3, spec="powersgd:rank=4"):
     values = {
         step: {
             "seconds": seconds, "waiting_s": 0.05, "encode_s": 0.01, "wire_s": 0.1, "decode_s": 0.01, "decide_s": 0.0,
@@ -38,8 +38,13 @@ def a_run(*, seconds=0.2, skipped=(7,), losses=True, ended=True, layers=3):
         for step in range(1, 21)
     }  # fmt: skip
     of_layers = {step: {f"blocks.{at}.</script>w": layer(step, at) for at in range(layers)} for step in (1, 10, 20)}
-    start = {"spec": "powersgd:rank=4", "ranks": 4, "machine": {"cpu": "<b>x</b>"}, "versions": {"torch": "2"}}
+    start = {"spec": spec, "ranks": 4, "machine": {"cpu": "<b>x</b>"}, "versions": {"torch": "2"}}
     return Run(start, values, of_layers, ended=ended)
+
+
+def plain_run(**what):
+    """The same training without compression."""
+    return a_run(spec="none", **what)
 
 
 #: The kind of mark that each chart of a whole run has, and how many at least.
@@ -70,7 +75,7 @@ def charts_of(document):
 
 @needs_browser
 def test_every_chart_of_a_run_has_its_marks_and_nothing_is_fetched(tmp_path):
-    page = run_page(a_run(), "a run", beside=a_run(seconds=0.1, skipped=()))
+    page = run_page(a_run(), "a run", beside=plain_run(seconds=0.1, skipped=()))
     document, errors = seen(page, tmp_path)
     assert errors == []
     charts = charts_of(document)
@@ -126,6 +131,29 @@ def test_what_is_had_for_what_is_a_chart_of_dots_with_names(tmp_path):
     assert re.search(r'class="mark-symbol role-mark[^"]*".*?<path.*?<path', chart)
 
 
+def specs_of(page):
+    return json.loads(re.search(r"const charts = (\{.*\});\n", page)[1])
+
+
+def test_every_chart_is_one_that_vega_lite_knows():
+    """Which is looked at here, and not whenever a page is made: that takes many times as long as all the rest."""
+    alt, jsonschema = pytest.importorskip("altair"), pytest.importorskip("jsonschema")
+    rows = [
+        {"name": name, "ratio_to_plain": at + 1.0, "kept_bytes": at + 1.0, "step_s": at, "sent_bytes_per_step": at}
+        for at, name in enumerate("abc")
+    ]
+    curves = [pages.Curves("losses", "nats", {"a": [(1, 2.0), (2, 1.0)]})]
+    charts = specs_of(run_page(a_run(), "x", beside=plain_run())) | specs_of(record_page({"rows": rows}, "x", curves))
+    assert charts.keys() >= {*MARKS, "curves0", "plane0", "plane2", "chart0"}
+    for name, unit in (("loss", 1), ("clock", 0.2)):  # rows of the one become those of the other
+        steps = [row["step"] for row in charts[name]["datasets"]["rows"] if row["what"] == "this run"]
+        assert steps == pytest.approx([unit * (step if unit == 1 else step - 1) for step in range(1, 21)], abs=0.21)
+    for spec in charts.values():
+        alt.Chart.from_dict(spec)  # checks it
+    with pytest.raises(jsonschema.ValidationError):
+        alt.Chart.from_dict(charts["loss"] | {"mark": {"type": "scribble"}})
+
+
 def test_units_of_fields_are_written_out():
     rows = [{"name": name, "tokens_per_s": at, "step_ms": at, "sent_nbytes": at} for at, name in enumerate("ab")]
     page = record_page({"rows": rows}, "a record")
@@ -136,17 +164,35 @@ def test_the_sentence_says_what_compression_did_and_when_it_was_not_worth_it():
     def verdict(page):
         return re.search(r'<p class="verdict">(.*?)</p>', page)[1].replace("&#39;", "'")
 
-    slower = verdict(run_page(a_run(), "x", beside=a_run(seconds=0.1)))
+    slower = verdict(run_page(a_run(), "x", beside=plain_run(seconds=0.1)))
     assert "A step sent 20 kB instead of 400 kB, 20 times less, and took 200 ms" in slower
     assert "waited 50 ms (25%) for averages" in slower
     assert "compression made steps 2.00 times as slow: on this link, do not compress." in slower
     assert slower.endswith("The loss of the last steps is 0.0% above that without compression.")
-    better = a_run(seconds=0.8)
+    better = plain_run(seconds=0.8)
     for values in better.steps.values():
         values["loss"] *= 0.8
     faster = verdict(run_page(a_run(), "x", beside=better))
     assert "made steps 4.00 times as fast. The loss of the last steps is 25.0% above" in faster
-    assert verdict(run_page(a_run(losses=False), "x", beside=a_run(seconds=0.8))).endswith("4.00 times as fast.")
+    assert verdict(run_page(a_run(losses=False), "x", beside=plain_run(seconds=0.8))).endswith("4.00 times as fast.")
+    for seconds in (0.191, 0.2, 0.21):
+        same = verdict(run_page(a_run(losses=False), "x", beside=plain_run(seconds=seconds)))
+        assert same.endswith("which is the same to 5%: on this link, do not compress.")
+    longer = plain_run()
+    longer.steps |= {step: longer.steps[20] | {"loss": 1e-3} for step in range(21, 41)}
+    one_side = verdict(run_page(a_run(), "x", beside=longer))
+    assert one_side.endswith("last steps up to 20, which both runs have, is 0.0% above that without compression.")
+
+
+def test_what_stands_beside_a_run_was_not_compressed(tmp_path, capsys):
+    """Files that were given the wrong way round would be told that compression is slow."""
+    run, plain = written(tmp_path / "run.jsonl", a_run()), written(tmp_path / "plain.jsonl", plain_run(seconds=0.8))
+    assert main(["report", str(plain), "--beside", str(run)]) == 2
+    assert "without compression, recorded with 'none'; this one was recorded with 'powersgd:rank=4'" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+    assert not (tmp_path / "plain.html").exists()
+    assert main(["report", str(run), "--beside", str(plain)]) == 0
 
 
 def test_a_run_that_diverged_is_called_so_before_all_else():
@@ -156,20 +202,21 @@ def test_a_run_that_diverged_is_called_so_before_all_else():
         verdict = re.search(r'<p class="verdict">(.*?)</p>', page)[1]
         return verdict, cards, page.count("no longer finite since step")
 
-    diverged, spiked = a_run(seconds=0.1), a_run()
+    diverged, plain, spiked = a_run(seconds=0.1), plain_run(seconds=0.1), a_run()
     for step in range(13, 21):
-        diverged.steps[step].update(loss=math.nan, relative_error=math.inf)
+        for each in (diverged, plain):
+            each.steps[step].update(loss=math.nan, relative_error=math.inf)
     spiked.steps[12]["loss"] = spiked.steps[19]["loss"] = math.inf  # and then goes on
-    said, cards, times = shown(diverged, a_run())
+    said, cards, times = shown(diverged, plain_run())
     assert said.startswith("This run diverged: its loss is no longer finite since step 13. A step sent 20 kB")
     assert "The loss of the last steps" not in said
     assert (cards["last loss"], cards["last loss, uncompressed"]) == ("diverged", "0.1")
     assert cards["relative error"] == "not finite"
     assert times > 1  # beside the chart, which cannot show it, too
-    said, cards, _ = shown(a_run(), diverged)
+    said, cards, _ = shown(a_run(), plain)
     assert said.startswith("The run without compression diverged: its loss is no longer finite since step 13. A step")
     assert cards["last loss, uncompressed"] == "diverged"
-    said, cards, times = shown(spiked, a_run())
+    said, cards, times = shown(spiked, plain_run())
     assert said.endswith("The loss of the last steps is 2.6% below that without compression.")  # of the finite ones
     assert (cards["last loss"], times) == ("0.1", 0)
 
@@ -193,7 +240,7 @@ def test_names_from_the_run_cannot_become_code():
 def test_times_are_added_up_once_for_each_run_and_not_for_every_point(monkeypatch):
     made, clock = [], pages._clock
     monkeypatch.setattr(pages, "_clock", lambda run: made.append(run) or clock(run))
-    run, beside = a_run(), a_run(seconds=0.1)
+    run, beside = a_run(), plain_run(seconds=0.1)
     run_page(run, "x", beside=beside)
     assert made == [run, beside]
 
@@ -220,7 +267,8 @@ def test_the_command_makes_a_page_of_a_run_or_of_a_record(tmp_path, capsys):
     assert main(["report", str(path)]) == 0
     assert '<h1>run</h1>\n<p class="soft">This run is still going' in (tmp_path / "run.html").read_text()
     named = written(tmp_path / "named.json", a_run())  # a recorder takes any name
-    assert main(["report", str(named), "--beside", str(path)]) == 0
+    beside = written(tmp_path / "beside", plain_run())
+    assert main(["report", str(named), "--beside", str(beside)]) == 0
     assert "A step sent" in (tmp_path / "named.html").read_text()
     record = tmp_path / "bench.json"
     record.write_text(json.dumps({"rows": [{"codec": "a", "ms": 1.0}, {"codec": "b", "ms": 2.0}]}))

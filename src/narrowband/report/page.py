@@ -18,9 +18,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from narrowband.errors import UnsupportedError, need, pip_install
+from narrowband.planning.advice import WORTH_IT
 from narrowband.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from narrowband.report.recorder import LayerRecord, Run
 
 __all__ = ["Curves", "can_make_pages", "record_page", "run_page"]
@@ -57,7 +60,7 @@ class _Chart:
     name: str
     title: str
     says: str
-    spec: str
+    spec: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,14 @@ def run_page(run: Run, name: str, beside: Run | None = None) -> str:
         HTML, in one piece.
 
     Raises:
+        ValueError: what is beside it was compressed.
         UnsupportedError: Altair is not installed.
     """
+    if beside is not None and (spec := beside.start.get("spec")) not in (None, "", "none"):
+        raise ValueError(
+            f"what stands beside a run is the same training without compression, recorded with 'none'; this one was "
+            f"recorded with {spec!r}"
+        )
     alt = _altair()
     layers = [
         (layer, own.spec, f"{own.numel:,}", format_bytes(own.sent_bytes), format_bytes(own.raw_bytes),
@@ -107,10 +116,12 @@ def run_page(run: Run, name: str, beside: Run | None = None) -> str:
     ]  # fmt: skip
     columns = ("layer", "spec", "elements", "sent", _PLAIN, "relative error", "‖residual‖")
     note = "" if run.ended else "This run is still going, or was stopped: the page shows what was written so far."
+    with _unchecked():
+        charts = [chart for make in _CHARTS for chart in make(alt, run, beside)]
     return _page(
         alt,
         name,
-        [chart for make in _CHARTS for chart in make(alt, run, beside)],
+        charts,
         [_Table("All layers, as numbers", columns, layers)] if layers else [],
         run.start,
         note=note,
@@ -143,20 +154,21 @@ def record_page(record: Mapping[str, Any], name: str, curves: Sequence[Curves] =
     numbers = [key for key in names if key not in words and _differ([row.get(key) for row in rows])]
     label = [" · ".join(str(row[key]) for key in words if _differ_at(rows, key) and row.get(key)) for row in rows]
     label = [own or str(number) for number, own in enumerate(label, 1)]
-    charts = [
-        _Chart(f"curves{at}", each.title, "", _lines(alt, drawn, each.unit, log=_is_wide(drawn)))
-        for at, each in enumerate(curves)
-        if (drawn := _line_rows(each))
-    ]
-    charts += [
-        _Chart(f"plane{at}", f"{_words(y)} over {_words(x)}".capitalize(), _PLANE, _dots(alt, label, rows, x, y))
-        for at, (x, y) in enumerate(_PLANES)
-        if x in numbers and y in numbers
-    ]
-    charts += [
-        _Chart(f"chart{at}", _words(key), "", _bars(alt, label, [row.get(key) for row in rows], key))
-        for at, key in enumerate(numbers)
-    ]
+    with _unchecked():
+        charts = [
+            _Chart(f"curves{at}", each.title, "", _lines(alt, drawn, each.unit, log=_is_wide(drawn)))
+            for at, each in enumerate(curves)
+            if (drawn := _line_rows(each))
+        ]
+        charts += [
+            _Chart(f"plane{at}", f"{_words(y)} over {_words(x)}".capitalize(), _PLANE, _dots(alt, label, rows, x, y))
+            for at, (x, y) in enumerate(_PLANES)
+            if x in numbers and y in numbers
+        ]
+        charts += [
+            _Chart(f"chart{at}", _words(key), "", _bars(alt, label, [row.get(key) for row in rows], key))
+            for at, key in enumerate(numbers)
+        ]
     shown = [key for key in names if key not in words and any(_is_number(row.get(key)) for row in rows)]
     cells = [[own, *(_cell(row.get(key)) for key in shown)] for own, row in zip(label, rows, strict=True)]
     table = _Table("All rows", ["", *map(_words, shown)], cells, open=True)
@@ -193,6 +205,15 @@ def _altair() -> Any:
     return alt
 
 
+def _unchecked() -> AbstractContextManager[None]:
+    """Altair compares every piece of a chart with the schema of Vega-Lite, which takes many times as long as making it.
+    Tests compare the charts of a page instead.
+    """
+    from altair.utils.schemapi import debug_mode
+
+    return debug_mode(False)
+
+
 def _page(
     alt: Any,
     name: str,
@@ -217,7 +238,7 @@ def _page(
             cards=cards,
             charts=charts,
             tables=tables,
-            specs=_in_script(json.dumps({chart.name: json.loads(chart.spec) for chart in charts})),
+            specs=_in_script(json.dumps({chart.name: chart.spec for chart in charts})),
             script=_in_script(_drawing_program(alt.SCHEMA_VERSION.rpartition(".")[0])),
             facts=_facts(start),
         )
@@ -255,16 +276,23 @@ def _verdict(run: Run, beside: Run | None) -> str:
     if seconds and waiting is not None:
         said += f", of which it waited {_seconds(waiting)} ({waiting / seconds:.0%}) for averages"
     if beside is not None and (plain := beside.mean("seconds")) and seconds:
-        change = seconds / plain
-        judged = (
-            f"compression made steps {1 / change:.2f} times as fast" if change < 1
-            else f"compression made steps {change:.2f} times as slow: on this link, do not compress"
-        )  # fmt: skip
-        said += f". Without compression a step took {_seconds(plain)}, so {judged}"
-        if (own := _last_loss(run)) is not None and (other := _last_loss(beside)) is not None and other > 0:
+        said += f". Without compression a step took {_seconds(plain)}, {_judged(seconds / plain)}"
+        ends = [max(_losses(each), default=0) for each in (run, beside)]
+        last = min(ends)
+        if (own := _last_loss(run, last)) is not None and (other := _last_loss(beside, last)) is not None and other > 0:
             side = "above" if own >= other else "below"
-            said += f". The loss of the last steps is {abs(own / other - 1):.1%} {side} that without compression"
+            steps = f"the last steps{f' up to {last:,}, which both runs have,' if last < max(ends) else ''}"
+            said += f". The loss of {steps} is {abs(own / other - 1):.1%} {side} that without compression"
     return " ".join((*_divergences(run, beside), f"{said}."))
+
+
+def _judged(change: float) -> str:
+    """Whether steps that take so many times as long are worth it; as in the advice of ``narrowband plan``."""
+    if change <= 1 - WORTH_IT:
+        return f"so compression made steps {1 / change:.2f} times as fast"
+    if change < 1 + WORTH_IT:
+        return f"which is the same to {WORTH_IT:.0%}: on this link, do not compress"
+    return f"so compression made steps {change:.2f} times as slow: on this link, do not compress"
 
 
 def _divergences(run: Run, beside: Run | None) -> Iterator[str]:
@@ -288,11 +316,11 @@ def _diverged_at(run: Run) -> int | None:
     return found
 
 
-def _last_loss(run: Run) -> float | None:
-    """Of the last tenth of the steps; None where it is no longer finite."""
-    losses = list(_losses(run).values())
-    last = [loss for loss in losses[-max(1, len(losses) // 10) :] if math.isfinite(loss)]
-    return math.fsum(last) / len(last) if last and _diverged_at(run) is None else None
+def _last_loss(run: Run, last: int) -> float | None:
+    """Of the last tenth of the steps up to one; None where it is no longer finite."""
+    losses = [loss for step, loss in _losses(run).items() if step <= last]
+    own = [loss for loss in losses[-max(1, len(losses) // 10) :] if math.isfinite(loss)]
+    return math.fsum(own) / len(own) if own and _diverged_at(run) is None else None
 
 
 def _cards(run: Run, beside: Run | None) -> Iterator[tuple[str, str]]:
@@ -375,7 +403,7 @@ def _points(run: Run, names: Mapping[str, str], **more: str) -> list[dict[str, A
     return rows
 
 
-def _dots(alt: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], x: str, y: str) -> str:
+def _dots(alt: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], x: str, y: str) -> dict[str, Any]:
     """A dot with its name for each row that has both numbers."""
     values = [
         {"row": own, x: row[x], y: row[y]}
@@ -388,15 +416,15 @@ def _dots(alt: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], x:
         tooltip=["row:N", alt.Tooltip(f"{x}:Q", format=".4g"), alt.Tooltip(f"{y}:Q", format=".4s")],
     )
     names = place.mark_text(align="left", dx=8, fontSize=11, color="gray").encode(text="row:N")
-    chart = alt.layer(place.mark_circle(size=70, opacity=0.9), names, data=alt.Data(values=values))
-    return _written(alt, chart.properties(width="container", height=320))
+    chart = alt.layer(place.mark_circle(size=70, opacity=0.9), names, data=alt.NamedData(name="rows"))
+    return _written(alt, chart.properties(width="container", height=320), values)
 
 
-def _bars(alt: Any, labels: Sequence[str], values: Sequence[Any], unit: str) -> str:
+def _bars(alt: Any, labels: Sequence[str], values: Sequence[Any], unit: str) -> dict[str, Any]:
     """One bar for each row."""
     rows = [{"row": own, "value": x} for own, x in zip(labels, values, strict=True) if _is_number(x)]
     chart = (
-        alt.Chart(alt.Data(values=rows))
+        alt.Chart(alt.NamedData(name="rows"))
         .mark_bar()
         .encode(
             x=alt.X("value:Q", title=_words(unit)),
@@ -405,12 +433,13 @@ def _bars(alt: Any, labels: Sequence[str], values: Sequence[Any], unit: str) -> 
         )
         .properties(width="container", height=_ROW * len(rows))
     )
-    return _written(alt, chart)
+    return _written(alt, chart, rows)
 
 
-def _written(alt: Any, chart: Any) -> str:
-    """As JSON; a chart is as wide as the page."""
-    return str(chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding")).to_json())
+def _written(alt: Any, chart: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """As JSON, with its data, which Altair would look through value by value; a chart is as wide as the page."""
+    fitting = chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
+    return {**fitting.to_dict(validate=False), "datasets": {"rows": [{**row} for row in rows]}}
 
 
 def _is_number(x: Any) -> bool:
@@ -440,11 +469,13 @@ def _cell(x: Any) -> str:
     return f"{x:,}" if isinstance(x, int) else f"{x:.4g}" if _is_number(x) else "–" if x is None else str(x)
 
 
-def _lines(alt: Any, rows: Sequence[Mapping[str, Any]], unit: str, *, over: str = "step", log: bool = False) -> str:
+def _lines(
+    alt: Any, rows: Sequence[Mapping[str, Any]], unit: str, *, over: str = "step", log: bool = False
+) -> dict[str, Any]:
     """One line for each "what"."""
     scale = alt.Scale(type="log") if log else alt.Scale(zero=False)
     chart = (
-        alt.Chart(alt.Data(values=list(rows)))
+        alt.Chart(alt.NamedData(name="rows"))
         .mark_line(interpolate="linear", point=len(rows) < 60)
         .encode(
             x=alt.X("step:Q", title=over, axis=alt.Axis(tickMinStep=1, format="d")),
@@ -455,7 +486,7 @@ def _lines(alt: Any, rows: Sequence[Mapping[str, Any]], unit: str, *, over: str 
         .properties(width="container", height=240)
         .interactive(bind_y=False)
     )
-    return _written(alt, chart)
+    return _written(alt, chart, rows)
 
 
 def _line_rows(curves: Curves) -> list[dict[str, Any]]:
@@ -541,19 +572,19 @@ def _layer_bytes(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:  #
          "spec": own.spec, "error": own.relative_error}
         for name, own in layers
     ]  # fmt: skip
-    base = alt.Chart(alt.Data(values=rows)).properties(width="container", height=_ROW * len(rows))
+    base = alt.Chart(alt.NamedData(name="rows")).properties(width="container", height=_ROW * len(rows))
     layer = alt.Y("layer:N", sort=None, title=None, axis=alt.Axis(labelLimit=260))
     tip = ["layer:N", "spec:N", alt.Tooltip("sent:Q", format=".4g", title="kB sent"),
            alt.Tooltip("less:Q", format=".3g", title="times less"),
            alt.Tooltip("error:Q", format=".3g", title="relative error")]  # fmt: skip
     bars = base.mark_bar().encode(x=alt.X("sent:Q", title="kilobytes per step"), y=layer, color="spec:N", tooltip=tip)
     says = f"Of the last record{_most(run)}."
-    yield _Chart("layers", "Bytes by layer", says, _written(alt, bars))
+    yield _Chart("layers", "Bytes by layer", says, _written(alt, bars, rows))
     if any(row["error"] is not None for row in rows):
         errors = base.mark_bar().encode(
             x=alt.X("error:Q", title="relative error"), y=layer, color="spec:N", tooltip=tip
         )
-        yield _Chart("errors", "Relative error by layer", says, _written(alt, errors))
+        yield _Chart("errors", "Relative error by layer", says, _written(alt, errors, rows))
 
 
 def _most(run: Run) -> str:
@@ -590,9 +621,9 @@ def _residuals(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:  # n
         yield _Chart("residuals", "Residuals", says, _heat(alt, rows, "Q", color))
 
 
-def _heat(alt: Any, rows: Sequence[Mapping[str, Any]], kind: str, color: Any) -> str:
+def _heat(alt: Any, rows: Sequence[Mapping[str, Any]], kind: str, color: Any) -> dict[str, Any]:
     chart = (
-        alt.Chart(alt.Data(values=list(rows)))
+        alt.Chart(alt.NamedData(name="rows"))
         .mark_rect()
         .encode(
             x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True, labelAngle=0)),
@@ -602,20 +633,20 @@ def _heat(alt: Any, rows: Sequence[Mapping[str, Any]], kind: str, color: Any) ->
         )
         .properties(width="container", height=_ROW * len({row["layer"] for row in rows}))
     )
-    return _written(alt, chart)
+    return _written(alt, chart, rows)
 
 
 def _skipped(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:  # noqa: ARG001
     rows = [{"step": step, "steps": values["skipped"]} for step, values in run.steps.items() if values.get("skipped")]
     if rows:
         chart = (
-            alt.Chart(alt.Data(values=rows))
+            alt.Chart(alt.NamedData(name="rows"))
             .mark_tick(thickness=2)
             .encode(x=alt.X("step:Q", axis=alt.Axis(format="d")), tooltip=["step:Q", "steps:Q"])
             .properties(width="container", height=40)
         )
         says = "Steps in which a gradient was inf or NaN on some rank. They changed no residual."
-        yield _Chart("skipped", "Skipped steps", says, _written(alt, chart))
+        yield _Chart("skipped", "Skipped steps", says, _written(alt, chart, rows))
 
 
 _CHARTS: Sequence[Callable[[Any, Run, Run | None], Iterator[_Chart]]] = (
