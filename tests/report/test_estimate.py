@@ -66,6 +66,17 @@ def test_a_run_that_diverged_is_never_the_choice():
     assert verdict([DENSE, HALF, diverged, QUANTIZED], COMPUTE_S).startswith("qsgd:bits=4 sends 8 times less")
 
 
+def test_sixteen_bits_that_diverged_have_not_to_be_beaten():
+    rows = [DENSE, replace(HALF, heldout_loss=math.inf), QUANTIZED]
+    said = verdict(rows, COMPUTE_S, (100e6,))
+    # 0.1 + 0.004 + 0.2 s against 0.1 + 1.6 s
+    assert (
+        "At 100 Mbit/s it would be 5.6 times as fast: qsgd:bits=4 would take 304 ms per step against 1.7 s with none"
+        in said
+    )
+    assert worth_it_below(rows, COMPUTE_S) == worth_it_below([DENSE, QUANTIZED], COMPUTE_S)
+
+
 def test_a_dense_run_that_diverged_says_nothing_about_codecs():
     assert "lower learning rate" in verdict([replace(DENSE, heldout_loss=math.inf), SPARSE], COMPUTE_S)
 

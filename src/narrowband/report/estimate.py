@@ -73,9 +73,8 @@ def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINK
     if not rows or not rows[0].baseline:
         raise ValueError("a verdict needs rows, and the first has to be the uncompressed baseline")
     uncompressed = rows[0]
-    baselines = [row for row in rows if row.baseline]
     compressed = [row for row in rows if not row.baseline]
-    eligible = [row for row in compressed if row.heldout_loss <= uncompressed.heldout_loss * (1 + LOSS_TOLERANCE)]
+    baselines, eligible = ([row for row in _eligible(rows) if row.baseline == kind] for kind in (True, False))
     if not uncompressed.sent_bytes:
         return (
             "One rank sends nothing, so there is nothing to compress and nothing to judge. Run several ranks on this "
@@ -125,6 +124,12 @@ def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINK
     return "\n".join(sentences)
 
 
+def _eligible(rows: Sequence[Row]) -> list[Row]:
+    """The first, and those whose loss is within the tolerance of its: 16 bits that diverged have not to be beaten."""
+    first, *rest = rows
+    return [first, *(row for row in rest if row.heldout_loss <= first.heldout_loss * (1 + LOSS_TOLERANCE))]
+
+
 def _change(row: Row, uncompressed: Row) -> str:
     """How far a loss is from the uncompressed one, with enough digits to show whether it is above the tolerance."""
     change = row.heldout_loss / uncompressed.heldout_loss - 1
@@ -142,12 +147,9 @@ def worth_it_below(rows: Sequence[Row], compute_s: float) -> float | None:
 
     Infinite where it does on every link, None where it does on none. Codecs whose loss is too high do not count.
     """
-    uncompressed = rows[0]
-    baselines = [row for row in rows if row.baseline]
+    baselines, eligible = ([row for row in _eligible(rows) if row.baseline == kind] for kind in (True, False))
     found = []
-    for row in rows:
-        if row.baseline or row.heldout_loss > uncompressed.heldout_loss * (1 + LOSS_TOLERANCE):
-            continue
+    for row in eligible:
         rates = []
         for other in baselines:  # row's step ≤ other's · (1 − WORTH_IT), solved for the rate
             kept = 1 - WORTH_IT
