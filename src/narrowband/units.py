@@ -79,7 +79,7 @@ def format_count(count: float) -> str:
 
 def format_rate(bits_per_second: float) -> str:
     """``format_rate(200e6) == "200 Mbit/s"``."""
-    return _scaled(bits_per_second, 1000.0, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"))
+    return _scaled(bits_per_second, 1000.0, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
 
 
 def format_seconds(seconds: float) -> str:

@@ -58,6 +58,16 @@ def test_what_was_recorded_can_be_drawn_with_and_without_newer_fields(record, ta
         assert "…" not in drawn(table(rows), width=80)  # names are folded before a number is cut
 
 
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_in_a_narrow_terminal_no_number_is_cut(width):
+    rows = json.loads((RESULTS / "ddp-200mbit.json").read_text())["rows"]
+    text = " ".join(drawn(tables.ddp_table(rows), width=width).split())
+    assert "…" not in text
+    for row in rows:
+        assert row["link_bytes_per_step"] is None or tables.format_bytes(row["link_bytes_per_step"]) in text
+    assert ("× compute 1.00, sent/step 0 B" in text) == (width < 80)  # a paragraph instead of a line
+
+
 def test_steps_on_a_gpu_are_titled_by_the_card_and_how_ranks_reach_each_other():
     row = {"codec": "none", "nodes": 1, "rate": "none", "device": "Card 9", "backend": "nccl", "step_s": 1.0,
            "ratio_to_compute": 1.0, "sent_bytes_per_step": 0.0, "link_bytes_per_step": None}  # fmt: skip

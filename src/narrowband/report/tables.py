@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from narrowband.report.narrow import FittingTable
 from narrowband.units import NOTHING, format_bytes, format_loss, format_or_dash, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ RANGE = (
 
 def _table(title: str, *columns: str, names: int = 1) -> Table:
     """The first columns hold ``names``, which are folded where there is no room, the others numbers."""
-    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = FittingTable(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for position, column in enumerate(columns):
         table.add_column(
             column,
@@ -502,8 +503,9 @@ def estimate_table(entries: Sequence[dict[str, Any]], formula: str) -> Table:
 
 def lab_table(report: LabReport) -> Table:
     """What the kernel counted on each rank's link."""
+    ranks = len(report.ranks)
     table = _table(
-        f"{len(report.ranks)} ranks, {format_seconds(report.seconds)}",
+        f"{ranks} rank{'s' if ranks > 1 else ''}, {format_seconds(report.seconds)}",
         "rank", "exit code", "sent", "received", "packets sent", "packets received",
     )  # fmt: skip
     for rank in report.ranks:
