@@ -137,6 +137,17 @@ def test_feedback_of_what_loses_nothing_is_an_option_like_others(narrow, model, 
     assert {row["spec"] for row in json.loads(told.read_text())["rows"]} == {None, "fp16", "none+ef"}
 
 
+def test_memory_of_rounds_is_the_copy_of_the_parameters_and_the_momentum_of_diloco(narrow, model, tmp_path):
+    told = tmp_path / "rows.json"
+    code, _, err = narrow("plan", model, "--steps", "1", "--codecs", "none", "--every", "7", "--json", str(told))
+    assert (code, err) == (0, "")
+    rows = {(row["spec"], row["every"]): row for row in json.loads(told.read_text())["rows"]}
+    parameters = rows[None, 0]["sent_bytes_per_step"]  # among two, a rank sends as many bytes as a model has
+    assert {rows["none", every]["residual_bytes"] for every in (7, 15, 30)} == {2 * parameters}
+    sparse = rows["topk:density=0.01+ef", 1]  # goes by a length
+    assert parameters < sparse["residual_bytes"] < 2 * parameters
+
+
 def test_a_range_of_machines_is_a_table_and_a_picture(narrow, model, tmp_path):
     told, picture = tmp_path / "rows.json", tmp_path / "range.png"
     words = ("--steps", "2", "--codecs", "fp16", "sign+ef", "--nodes", "1..10000")
@@ -382,6 +393,25 @@ def test_a_comparison_that_was_stopped_goes_on_with_the_links_that_are_left(tmp_
     assert [row["rate"] for row in json.loads(told.read_text())["rows"]] == ["200mbit", "1gbit"]
     narrow(*words[:-2], "--rounds", "1", *words[-2:])
     assert len(measured) == 5, "another configuration is measured anew"
+    monkeypatch.setattr("narrowband.report.record.sources", lambda: "other code")
+    narrow(*words[:-2], "--rounds", "1", *words[-2:])
+    assert len(measured) == 7, "and so is other code, whose commit may be the same"
+
+
+def test_a_link_that_is_measured_again_takes_no_other_out_of_the_record(tmp_path, narrow, monkeypatch):
+    def one_link(config, rate, nodes):
+        if rate == "10gbit":
+            raise RankError("rank 1 ended")
+        return None, None
+
+    monkeypatch.setattr(foretold, "_measured", one_link)
+    monkeypatch.setattr(foretold.ddp, "run", lambda own: [{"codec": "none", "rate": own.rate, "nodes": own.nodes}])
+    monkeypatch.setattr(foretold, "_beside", lambda row, *_: row | {"measured_step_s": 0.1})
+    known = [{"rate": rate, "nodes": 2, "measured_step_s": was} for rate, was in (("200mbit", None), ("1gbit", 1))]
+    kept, config = [], foretold.Config(rates=("200mbit", "1gbit", "10gbit"), nodes=(2,))
+    with pytest.raises(RankError):
+        foretold.run(config, known=known, keep=lambda rows: kept.append([*rows]))
+    assert [(row["rate"], row["measured_step_s"]) for row in kept[-1]] == [("200mbit", 0.1), ("1gbit", 1)]
 
 
 def beside(codec, said, was, rate="1gbit"):

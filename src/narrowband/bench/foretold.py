@@ -153,9 +153,11 @@ def run(
         RankError: a rank ended early.
     """
     rows: list[dict[str, Any]] = []
+    left = list(known)  # of links whose turn has not come yet
     for nodes, rate in itertools.product(config.nodes, config.rates):
         where = f"{nodes} ranks, {rate}"
-        there = [row for row in known if (row["nodes"], row["rate"]) == (nodes, rate)]
+        there = [row for row in left if (row["nodes"], row["rate"]) == (nodes, rate)]
+        left = [row for row in left if row not in there]
         if there and all(row["measured_step_s"] is not None for row in there):
             rows += there
             on_event(f"{where}: known")
@@ -167,7 +169,7 @@ def run(
         measured_rows = ddp.run(config.session(rate, nodes))
         shown = (*config.codecs, ddp.PLAIN)
         rows += [_beside(row, profile, network) for row in measured_rows if row["codec"] in shown]
-        keep(rows)
+        keep([*rows, *left])
     return rows
 
 
@@ -295,10 +297,19 @@ def _profile(fields: dict[str, Any]) -> Profile:
         )
         for each in fields["buckets"]
     )
-    trained = tuple(Trained(name, tuple(shape), norm) for name, shape, norm in fields["trained"])
+    trained, stays = (
+        tuple(Trained(name, tuple(shape), norm) for name, shape, norm in fields[which])
+        for which in ("trained", "buffers")
+    )
     codecs = tuple(map(_codec, fields["codecs"]))
-    share = Share(*fields["share"])
-    return Profile(**{**fields, "buckets": buckets, "trained": trained, "codecs": codecs, "share": share})
+    found = {
+        "buckets": buckets,
+        "trained": trained,
+        "buffers": stays,
+        "codecs": codecs,
+        "share": Share(*fields["share"]),
+    }
+    return Profile(**{**fields, **found})
 
 
 def _codec(fields: dict[str, Any]) -> Codec:
@@ -308,7 +319,7 @@ def _codec(fields: dict[str, Any]) -> Codec:
 def _piece(fields: dict[str, Any]) -> Piece:
     lines = {name: Line(**fields[name]) for name in ("encode", "begin", "deliver")}
     work = tuple(Line(**line) for line in fields["work"])
-    return Piece(**lines, calls=tuple(fields["calls"]), shares=tuple(fields["shares"]), work=work)
+    return Piece(**lines, calls=tuple(fields["calls"]), work=work)
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from narrowband.planning import (
     measured,
     optimizer_of,
     options,
+    outer_of,
     plan_of,
     predict,
 )
@@ -159,12 +160,17 @@ class Found:
                 **asdict(row.predicted.outcome),
                 "sent_bytes_per_step": row.predicted.sent_nbytes,
                 "link_bytes_per_step": row.predicted.link_nbytes,
-                "residual_bytes": row.predicted.residual_nbytes,
+                "residual_bytes": row.predicted.residual_nbytes + self._momentum_nbytes(row),
                 "loss": "–" if row.fact is None else str(row.fact),
                 "loss_command": None if row.fact is None else row.fact.command,
             }
             for row in self.predicted
         ]
+
+    def _momentum_nbytes(self, row: Row) -> int:
+        """Of DiLoCo's outer step, which keeps that of every parameter."""
+        by_nesterov = row.option.every and outer_of(row.option, row.fact) == "nesterov"
+        return 4 * self.profile.numel if by_nesterov else 0
 
     def summary(self) -> dict[str, Any]:
         """What to do, JSON-able."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from narrowband.collectives.choice import COLLECTIVES, Collective, LayerCollectives, check, choose, collective
 from narrowband.collectives.engine import Engine, Job, Pending, Transfer
-from narrowband.collectives.exchange import Exchange
+from narrowband.collectives.exchange import Exchange, Sent
 from narrowband.collectives.executor import SerialExecutor
 from narrowband.collectives.groups import Loan, borrow, can_send_from, group_of, new_group
 from narrowband.collectives.operand import Operand
@@ -28,6 +28,7 @@ __all__ = [
     "Operand",
     "Peers",
     "Pending",
+    "Sent",
     "SerialExecutor",
     "Transfer",
     "all_gather_nbytes",

@@ -16,7 +16,7 @@ import torch
 from narrowband.codecs.base import dims
 from narrowband.codecs.quantized import GroupedCodec
 from narrowband.collectives.engine import QueueName, Transfer
-from narrowband.collectives.exchange import TRAILER, Exchange
+from narrowband.collectives.exchange import TRAILER, Exchange, Sent
 from narrowband.collectives.primitives import all_gather, all_gather_in_pairs, concatenated, spans_of
 from narrowband.collectives.traffic import all_gather_nbytes
 from narrowband.kernels import Findings
@@ -52,6 +52,10 @@ class AllGather(Exchange):
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
         return all_gather_nbytes(nbytes, size)
+
+    @classmethod
+    def message_nbytes(cls, layers: Sequence[Sent], size: int, state: State | None) -> tuple[float, ...]:  # noqa: ARG003
+        return (all_gather_nbytes(sum(each.codec.payload_nbytes(each.shape) for each in layers) + TRAILER, size),)
 
     @staticmethod
     def obstacle(codec: Codec, feedback: State | None) -> None:  # noqa: ARG004

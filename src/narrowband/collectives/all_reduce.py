@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from narrowband import kernels
 from narrowband.collectives.engine import Transfer
-from narrowband.collectives.exchange import Exchange
+from narrowband.collectives.exchange import Exchange, Sent
 from narrowband.collectives.primitives import concatenated, spans_of
 from narrowband.collectives.traffic import all_reduce_nbytes
 from narrowband.kernels import Findings
@@ -39,6 +39,10 @@ class AllReduce(Exchange):
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
         return all_reduce_nbytes(nbytes, size)
+
+    @classmethod
+    def message_nbytes(cls, layers: Sequence[Sent], size: int, state: State | None) -> tuple[float, ...]:  # noqa: ARG003
+        return (all_reduce_nbytes(sum(each.codec.payload_nbytes(each.shape) for each in layers), size),)
 
     @staticmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:

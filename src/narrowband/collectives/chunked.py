@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from narrowband.codecs import Codec, Shape
 from narrowband.codecs.base import numel_of
 from narrowband.collectives.primitives import spans_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["Chunked"]
@@ -46,6 +47,15 @@ class Chunked(Codec):
     def sizes(self, numel: int) -> list[int]:
         """Payload bytes of each chunk. Chunks are encoded as float32 whatever the gradient: their mean is float32."""
         return [self.codec.payload_nbytes(cut.stop - cut.start) for cut in self.cut(numel)]
+
+    def all_sizes(self, numel: int) -> Tensor:
+        """The same as one tensor, fast also among 10,000 ranks."""
+        grain = self.codec.granularity
+        at = torch.arange(self.chunks + 1, dtype=torch.int64, device="cpu") * -(-numel // grain) // self.chunks * grain
+        lengths: list[int] = at.clamp_(max=numel).diff().tolist()
+        sizes = {length: self.codec.payload_nbytes(length) for length in set(lengths)}
+        of_all = torch.tensor([sizes[length] for length in lengths], dtype=torch.int64, device="cpu")
+        return of_all.roll(-self.turn)
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         return sum(self.sizes(numel_of(shape)))

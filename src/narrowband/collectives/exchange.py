@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -39,10 +39,18 @@ if TYPE_CHECKING:
     from narrowband.collectives.peers import Peers
     from narrowband.feedback import State
 
-__all__ = ["TRAILER", "Exchange"]
+__all__ = ["TRAILER", "Exchange", "Sent"]
 
 #: The trailer of a payload: one byte that says "not finite", and three that keep what follows aligned.
 TRAILER = 4
+
+
+class Sent(NamedTuple):
+    """A layer in a message: what encodes it, its shape, and its place among the model's parameters."""
+
+    codec: Codec
+    shape: Shape
+    place: int
 
 
 class Exchange(ABC):
@@ -84,6 +92,25 @@ class Exchange(ABC):
     def layer_traffic_nbytes(cls, codec: Codec, shape: Shape, nbytes: int, size: int) -> int:  # noqa: ARG003
         """The same of one layer, where more is known of it than the bytes of its payload."""
         return cls.traffic_nbytes(nbytes, size)
+
+    @classmethod
+    @abstractmethod
+    def message_nbytes(cls, layers: Sequence[Sent], size: int, state: State | None) -> tuple[float, ...]:
+        """Bytes that a rank sends in each collective of a message, to the last one, where no size depends on the data.
+
+        Args:
+            layers: whose payloads travel in it; their gradients are in float32.
+            size: number of ranks.
+            state: the feedback behind them.
+
+        Returns:
+            The mean over ranks, and over the steps in which factors take turns.
+        """
+
+    @classmethod
+    def first_of(cls, layers: Sequence[Sent], size: int, state: State | None) -> float:
+        """What :attr:`first_nbytes` is of these layers."""
+        return cls.message_nbytes(layers, size, state)[0]
 
     @staticmethod
     @abstractmethod

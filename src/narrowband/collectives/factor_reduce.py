@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from narrowband import kernels
-from narrowband.codecs.base import squared_norm
+from narrowband.codecs.base import numel_of, squared_norm
 from narrowband.codecs.lowrank import start
 from narrowband.collectives.engine import Transfer
-from narrowband.collectives.exchange import Exchange
+from narrowband.collectives.exchange import Exchange, Sent
 from narrowband.collectives.traffic import all_reduce_nbytes
 from narrowband.feedback import PowerSGD
 from narrowband.feedback.base import Norms
@@ -96,6 +96,22 @@ class FactorReduce(Exchange):
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
         return all_reduce_nbytes(nbytes, size)
+
+    @classmethod
+    def message_nbytes(cls, layers: Sequence[Sent], size: int, state: State | None) -> tuple[float, ...]:
+        assert isinstance(state, PowerSGD)
+        left = right = whole = 0
+        for each in layers:
+            n, m, r = state.factors(each.codec, each.shape)
+            left, right, whole = left + r * n, right + r * m, whole + (0 if r else numel_of(each.shape))
+        turns = [[left, right] * state.iterations if left else [0]]
+        if left and state.halves:
+            turns = [[(left, right)[(at + begin) % 2] for at in range(state.halves)] for begin in range(2)]
+            turns = turns if state.halves % 2 else turns[:1]  # an even number begins on the same side in every step
+        sent = [[4 * numel for numel in turn] for turn in turns]
+        for each_turn in sent:
+            each_turn[0] += 4 * whole
+        return tuple(sum(all_reduce_nbytes(x, size) for x in call) / len(sent) for call in zip(*sent, strict=True))
 
     @staticmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from narrowband import kernels
+from narrowband.codecs.base import numel_of
 from narrowband.collectives.chunked import Chunked
 from narrowband.collectives.engine import QueueName, Transfer
-from narrowband.collectives.exchange import TRAILER, Exchange
+from narrowband.collectives.exchange import TRAILER, Exchange, Sent
 from narrowband.collectives.primitives import all_gather, all_to_all, spans_of
 from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes
 
@@ -53,6 +54,17 @@ class ScatterReduce(Exchange):
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
         return all_reduce_nbytes(nbytes, size)
+
+    @classmethod
+    def message_nbytes(cls, layers: Sequence[Sent], size: int, state: State | None) -> tuple[float, ...]:  # noqa: ARG003
+        sizes = [Chunked(each.codec, size, each.place).all_sizes(numel_of(each.shape)) for each in layers]
+        to_each = torch.stack(sizes).sum(0) + TRAILER
+        return (size - 1) * int(to_each.sum()) / size, all_gather_nbytes(int(to_each.max()), size)
+
+    @classmethod
+    def first_of(cls, layers: Sequence[Sent], size: int, state: State | None) -> float:  # noqa: ARG003
+        sizes = [Chunked(each.codec, size, each.place).all_sizes(numel_of(each.shape)) for each in layers]
+        return all_gather_nbytes(sum(int(own.sum()) + TRAILER for own in sizes), size) // size
 
     @staticmethod
     def uses_pairs(size: int) -> bool:

@@ -30,7 +30,7 @@ from narrowband import kernels
 from narrowband.codecs import SelectingCodec
 from narrowband.codecs.base import aligned, numel_of
 from narrowband.collectives.engine import QueueName, Transfer
-from narrowband.collectives.exchange import TRAILER, Exchange
+from narrowband.collectives.exchange import TRAILER, Exchange, Sent
 from narrowband.collectives.primitives import all_gather, all_to_all, spans_of
 from narrowband.errors import UnsupportedError
 
@@ -86,6 +86,18 @@ class SparseReduce(Exchange):
             return cls.traffic_nbytes(nbytes, size)
         k, share = codec.kept(shape), kernels.share_numel(numel_of(shape), size)
         return (size - 1) * (_row_nbytes(_room(k, size), share) + _row_nbytes(_sums(k, share, size), share))
+
+    @classmethod
+    def message_nbytes(cls, layers: Sequence[Sent], size: int, state: State | None) -> tuple[float, ...]:  # noqa: ARG003
+        shares = [kernels.share_numel(numel_of(each.shape), size) for each in layers]
+        kept = [each.codec.kept(each.shape) for each in layers if isinstance(each.codec, SelectingCodec)]
+        room = sum(_room(k, size) for k in kept)
+        sums = sum(_sums(k, share, size) for k, share in zip(kept, shares, strict=True))
+        return tuple((size - 1) * (_row_nbytes(number, sum(shares)) + TRAILER) for number in (room, sums))
+
+    @classmethod
+    def first_of(cls, layers: Sequence[Sent], size: int, state: State | None) -> float:  # noqa: ARG003
+        return (size - 1) * sum(each.codec.payload_nbytes(each.shape) for each in layers) // size
 
     @staticmethod
     def uses_pairs(size: int) -> bool:

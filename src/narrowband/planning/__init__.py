@@ -8,7 +8,7 @@ any link, among any number of ranks; ``options.py`` and ``choices.py`` say what 
 
 from __future__ import annotations
 
-from narrowband.planning.advice import LOSS_TOLERANCE, Advice, Row, advise, call_of
+from narrowband.planning.advice import LOSS_TOLERANCE, Advice, Row, advise, call_of, outer_of
 from narrowband.planning.choices import DEFAULT_CODECS, measured, options, plan_of
 from narrowband.planning.facts import Fact, facts, known
 from narrowband.planning.host import measure_host
@@ -56,6 +56,7 @@ __all__ = [
     "measured",
     "optimizer_of",
     "options",
+    "outer_of",
     "plan_of",
     "predict",
     "simulate",

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from narrowband.feedback import compression
-from narrowband.planning.facts import Fact, known
+from narrowband.planning.facts import Fact, akin, known
 from narrowband.planning.links import Cluster
 from narrowband.planning.options import DDP, Network, Option, Predicted
 from narrowband.units import format_seconds
 
-__all__ = ["LOSS_TOLERANCE", "WORTH_IT", "Advice", "Row", "advise", "call_of"]
+__all__ = ["LOSS_TOLERANCE", "WORTH_IT", "Advice", "Row", "advise", "call_of", "outer_of"]
 
 #: A loss may be this much above that without compression to count as equal.
 LOSS_TOLERANCE = 0.02
@@ -151,13 +151,25 @@ def _instead(option: Option) -> str:
 
 def _about(row: Row, optimizer: str) -> str:
     if row.fact is None:
+        other = akin(optimizer, row.option.spec, row.option.every)
+        beside = "" if other is None else f" (that of {other.spec} changed by {other})"
         return (
-            f"Faster, but its loss with {optimizer} was never measured here: {row.name}, {format_seconds(row.step_s)}."
+            f"Faster, but its loss with {optimizer} was never measured here{beside}: {row.name}, "
+            f"{format_seconds(row.step_s)}."
         )
     return (
         f"Faster, but with {optimizer} the loss of a small model changed by {row.fact}: {row.name}, "
         f"{format_seconds(row.step_s)}."
     )
+
+
+def outer_of(option: Option, fact: Fact | None) -> str:
+    """How parameters go along the mean of updates (see :class:`~narrowband.planning.facts.Fact`): as it was measured;
+    where nobody did, as DiLoCo does without compression, and else along a length that is measured.
+    """
+    if fact is not None:
+        return fact.outer
+    return "nesterov" if option.spec == "none" and option.every > 1 else "auto"
 
 
 def call_of(option: Option, cluster: Cluster, plan: str | None = None, fact: Fact | None = None) -> str:
@@ -167,15 +179,13 @@ def call_of(option: Option, cluster: Cluster, plan: str | None = None, fact: Fac
         option: it.
         cluster: who trains.
         plan: the file that holds the plan; None: the spec itself.
-        fact: what is known of it: updates are taken as they were measured; None: as DiLoCo does
-            without compression, and else along a length that is measured.
+        fact: what is known of it.
     """
     if option.spec is None:
         return "DistributedDataParallel(model)"
     spec = f'"{option.spec}"' if plan is None else f'nb.Plan.load("{plan}")'
     if option.every:
-        diloco = option.spec == "none" and option.every > 1
-        said = fact.outer if fact is not None else "nesterov" if diloco else "auto"
+        said = outer_of(option, fact)
         outer = {"auto": ', outer="auto"', "nesterov": ', outer="nesterov"', "1": ""}.get(said, f", outer={said}")
         where = "" if fact is None or fact.residuals == "apart" else f', residuals="{fact.residuals}"'
         return f"nb.compress_updates(model, optimizer, {spec}, every={option.every}{where}{outer})"

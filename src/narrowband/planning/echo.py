@@ -6,30 +6,13 @@ on a wire. The sum of N equal tensors is N times one; what all ranks gather, or 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowband.collectives import all_gather_nbytes, all_reduce_nbytes
-
-__all__ = ["Call", "EchoGroup"]
-
-
-class Call(NamedTuple):
-    """A collective that was asked for: its name, and the bytes of this rank's tensor."""
-
-    name: str
-    nbytes: int
-
-    def sent_nbytes(self, ranks: int) -> float:
-        """Bytes that a rank sends for it, among so many."""
-        if self.name == "all_reduce":
-            return all_reduce_nbytes(self.nbytes, ranks)
-        if self.name == "all_gather":
-            return all_gather_nbytes(self.nbytes, ranks)
-        return self.nbytes * (ranks - 1) / ranks  # all to all: all but the own piece
+__all__ = ["EchoGroup"]
 
 
 class _Done:
@@ -49,7 +32,7 @@ class EchoGroup(dist.ProcessGroup):
     """The group of rank 0 among so many ranks that all do the same.
 
     Attributes:
-        calls: what was asked of it, in order.
+        calls: the names of the collectives that were asked of it, in order.
 
     Example:
         >>> import torch
@@ -64,23 +47,23 @@ class EchoGroup(dist.ProcessGroup):
     def __init__(self, ranks: int) -> None:
         super().__init__(0, ranks)  # type: ignore[call-arg]  # the one that stubs know has a store
         self._ranks = ranks
-        self.calls: list[Call] = []
+        self.calls: list[str] = []
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> _Done:  # type: ignore[override]
         """A sum."""
-        self.calls.append(Call("all_reduce", tensors[0].nbytes))
+        self.calls.append("all_reduce")
         tensors[0].mul_(self._ranks)
         return _Done()
 
     def all_gather_single(self, out: Tensor, x: Tensor, *_: Any) -> _Done:  # type: ignore[override]
         """``out[r]`` ← ``x``."""
-        self.calls.append(Call("all_gather", x.nbytes))
+        self.calls.append("all_gather")
         out.view(self._ranks, -1).copy_(x.reshape(1, -1))
         return _Done()
 
     def all_to_all_single(self, out: Tensor, x: Tensor, out_sizes: list[int], *_: Any) -> _Done:  # type: ignore[override]
         """Every rank sends what this one sends to itself."""
-        self.calls.append(Call("all_to_all", x.nbytes))
+        self.calls.append("all_to_all")
         own = x.view(-1)[: out_sizes[0]]
         out.view(self._ranks, -1).copy_(own.reshape(1, -1))
         return _Done()

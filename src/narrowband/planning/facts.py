@@ -14,7 +14,7 @@ from pathlib import Path
 
 from narrowband.feedback import compression
 
-__all__ = ["Fact", "facts", "known"]
+__all__ = ["Fact", "akin", "facts", "known"]
 
 _PATH = Path(__file__).with_name("facts.json")
 
@@ -74,3 +74,20 @@ def known(optimizer: str, spec: str | None, every: int) -> Fact | None:
     """
     found = [fact for fact in facts() if (fact.optimizer, fact.spec, fact.every) == (optimizer, spec, every)]
     return max(found, key=lambda fact: fact.gap, default=None)
+
+
+def akin(optimizer: str, spec: str | None, every: int) -> Fact | None:
+    """What is known of the same codec with other settings, sent as often: the worst of it. None: nothing.
+
+    Example:
+        >>> from narrowband.planning.facts import akin
+        >>> akin("adamw", "topk:density=0.001+ef", every=0).spec
+        'topk:density=0.01+ef'
+    """
+    kind = (optimizer, every, _name(spec or ""))
+    found = [fact for fact in facts() if (fact.optimizer, fact.every, _name(fact.spec)) == kind]
+    return max(found, key=lambda fact: fact.gap, default=None)
+
+
+def _name(spec: str) -> str:
+    return spec.partition("+")[0].partition(":")[0]

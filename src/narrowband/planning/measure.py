@@ -31,6 +31,7 @@ from narrowband.gradients.levels import shards_of
 from narrowband.planning.echo import EchoGroup
 from narrowband.planning.profile import Bucket, Codec, Line, Piece, Profile, Trained
 from narrowband.planning.shares import contents, parameters_of
+from narrowband.updates.averaged import floating_buffers
 
 __all__ = ["Measured", "OptimizerName", "measure_codec", "measure_step", "optimizer_of", "scalar_of"]
 
@@ -162,6 +163,7 @@ def measure_step(
     names = {id(p): name for name, p in trained}
     norms = {id(p) for p in norms_of(model)}
     described = tuple(Trained(name, tuple(p.shape), id(p) in norms) for name, p in trained)
+    buffers = [(name, buffer) for name, buffer in floating_buffers(model)[0] if buffer.dtype == torch.float32]
     median = {key: statistics.median(each[key] for each in found) for key in ("forward", "backward", "optimizer")}
     ready = [statistics.median(times) for times in zip(*(each["ready"] for each in found), strict=True)]
     totals = sorted(each["forward"] + each["backward"] + each["optimizer"] for each in found)
@@ -172,6 +174,7 @@ def measure_step(
         median["optimizer"],
         buckets,
         trained=described,
+        buffers=tuple(Trained(name, tuple(buffer.shape), norm=True) for name, buffer in buffers),
         threads=torch.get_num_threads(),
         spread=totals[3 * len(totals) // 4] / totals[len(totals) // 4] - 1.0,
     )
@@ -329,7 +332,6 @@ class _Timing:
 
     found: list[list[float]] = field(default_factory=list)  # encode, begin, work after each collective, deliver
     calls: list[str] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)  # by each, relative to each other
 
     @property
     def phases(self) -> list[float]:
@@ -376,8 +378,7 @@ class _Run:
         phases.append(_seconds(lambda: exchange.deliver(good=True)))
         if self._step:
             timing.found.append(phases)
-        timing.calls = [call.name for call in group.calls]
-        timing.sent = [call.sent_nbytes(self._ranks) for call in group.calls]
+        timing.calls = list(group.calls)
 
     def _seed(self, rank: int) -> int:
         return (self._step << 32) + rank
@@ -409,12 +410,11 @@ def _piece(timings: dict[int, _Timing]) -> Piece:
         return Line.through(points) if grows else Line(min(seconds for _, seconds in points))
 
     many = timings[max(timings)]
-    count, sent = len(many.phases), sum(many.sent)
+    count = len(many.phases)
     return Piece(
         encode=line(0),
         begin=line(1),
         calls=tuple(many.calls),
-        shares=tuple(x / sent if sent else 1.0 / len(many.sent) for x in many.sent),
         work=tuple(line(at) for at in range(2, count - 1)),
         deliver=line(count - 1),
     )

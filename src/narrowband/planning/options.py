@@ -7,15 +7,15 @@ uncompressed at the end, or before it where they are many. Bytes are those that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from narrowband.averaging.settings import MESSAGE_NBYTES
-from narrowband.collectives import Exchange, LayerCollectives, all_gather_nbytes, all_reduce_nbytes, collective
+from narrowband.collectives import Exchange, LayerCollectives, Sent, all_gather_nbytes, all_reduce_nbytes, collective
 from narrowband.feedback import Compression, compression
 from narrowband.planning.links import PAYLOAD_SHARE, Cluster, Host, Link
-from narrowband.planning.profile import Bucket, Line, Piece, Profile, side_by_side, total
-from narrowband.planning.shares import sent_whole, share_of
+from narrowband.planning.profile import Bucket, Line, Piece, Profile
+from narrowband.planning.shares import of_a_round, sent_whole, share_of
 from narrowband.planning.simulation import Arrival, Inside, Machine, Message, Outcome, Step, Transfer, simulate
 
 __all__ = ["DDP", "Network", "Option", "Predicted", "averaged_by_rank", "predict", "way_of"]
@@ -90,7 +90,8 @@ class Predicted:
         option: it.
         collective: by which layers travel.
         outcome: seconds of a step, on average where there are rounds.
-        sent_nbytes: that a rank sends in a step.
+        sent_nbytes: that a rank sends in a step, as its handle counts them; where ranks send different numbers, their
+            mean, and on two levels those of the rank that sends most.
         link_nbytes: that a machine's link carries in each direction.
         residual_nbytes: memory on a rank, of feedback and of what updates are measured from.
     """
@@ -123,10 +124,10 @@ def predict(profile: Profile, option: Option, network: Network) -> Predicted:
     Raises:
         KeyError: the codec was not measured by the collective that it would travel by.
     """
-    plan = _Plan(profile, option, network)
     machine = network.machine(profile.threads)
     if option.every:
-        return plan.with_rounds(machine)
+        return _Plan(of_a_round(profile), option, network).with_rounds(machine)
+    plan = _Plan(profile, option, network)
     step = Step(
         profile.forward_s + profile.backward_s,
         plan.arrivals([profile.forward_s + bucket.ready_s for bucket in profile.buckets]),
@@ -151,19 +152,16 @@ class _Plan:
         self.residual_nbytes = 0
         self._kind = collective("all_reduce")
         self._pieces: Sequence[Piece] = [Piece() for _ in profile.buckets]
-        self._layer_nbytes: Callable[[tuple[int, ...]], int] = lambda _: 0
+        self._index = {each.name: at for at, each in enumerate(self._profile.trained)}
         if self._chosen is not None and not self._whole:
             self._use(self._chosen)
 
     def _use(self, chosen: Compression) -> None:
         profile, size = self._profile, self._size
-        shapes = [(chosen, shape) for _, shape in profile.layers]
-        collectives = LayerCollectives(shapes, size)
-        self._kind = collectives.of(chosen)
+        self._kind = LayerCollectives([(chosen, shape) for _, shape in profile.layers], size).of(chosen)
         if size > 1 and profile.layers:
             codec = profile.codec(str(self._option.spec), self._kind.name)
             self._pieces, self.residual_nbytes = codec.pieces, codec.residual_nbytes
-        self._layer_nbytes = lambda shape: collectives.sent_nbytes(chosen, shape)
 
     @property
     def collective(self) -> str:
@@ -173,7 +171,7 @@ class _Plan:
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
     def with_rounds(self, machine: Machine) -> Predicted:
-        """Nothing of a round overlaps with compute: it begins when the optimizer has stepped."""
+        """Nothing of a round overlaps with compute: it begins when the optimizer has stepped, with all that is sent."""
         profile, every = self._profile, self._option.every
         # What the optimizer changed is a difference to a copy, and the mean is added to that copy.
         differences = sum(2 * bucket.copy_s for bucket in profile.buckets)
@@ -211,7 +209,7 @@ class _Plan:
                 vectors = list(bucket.vectors)
                 if last and early:
                     vectors = [*vectors[:-1], (vectors[-1] if vectors else 0) + _FLAG_NBYTES]
-                messages += [self._dense(nbytes) for nbytes in vectors]
+                messages += [self._dense(nbytes) for nbytes in vectors if nbytes]
                 if held and (last or self._first_nbytes(held) >= MESSAGE_NBYTES):
                     messages.append(self._message(held, decides=not early))
                     held = []
@@ -228,32 +226,29 @@ class _Plan:
         sent = all_reduce_nbytes(nbytes, self._size)
         return Message(begin_s, (self._transfer("all_reduce", sent),), (0.0,))
 
-    def _sent(self, held: Sequence[tuple[Bucket, Piece]]) -> list[float]:
-        """Bytes that a rank sends in each collective of a message."""
-        longest = max((piece.calls for _, piece in held), key=len)
-        sent = [0.0] * len(longest)
-        for bucket, piece in held:
-            nbytes = sum(self._layer_nbytes(shape) for _, shape in bucket.layers)
-            for at, share in enumerate(piece.shares):
-                sent[at] += share * nbytes
-        return sent
+    def _layers(self, held: Sequence[tuple[Bucket, Piece]]) -> list[Sent]:
+        assert self._chosen is not None
+        codec, index = self._chosen.codec, self._index
+        return [Sent(codec, shape, index.get(name, 0)) for bucket, _ in held for name, shape in bucket.layers]
 
     def _first_nbytes(self, held: Sequence[tuple[Bucket, Piece]]) -> float:
-        return self._sent(held)[0]
+        assert self._chosen is not None
+        return self._kind.first_of(self._layers(held), self._size, self._chosen.feedback)
 
     def _message(self, held: Sequence[tuple[Bucket, Piece]], *, decides: bool) -> Message:
-        pieces = [piece for _, piece in held]
-        names = max((piece.calls for piece in pieces), key=len)
+        assert self._chosen is not None
+        piece = Piece.together([piece for _, piece in held])
+        sent = self._kind.message_nbytes(self._layers(held), self._size, self._chosen.feedback)
         in_pairs = self._kind.name == "all_gather" and self._kind.uses_pairs(self._size)
         transfers = [
             self._transfer(name, nbytes, in_pairs=in_pairs or name == "all_to_all")
-            for name, nbytes in zip(names, self._sent(held), strict=True)
+            for name, nbytes in zip(piece.calls, sent, strict=True)
         ]
         return Message(
-            self._seconds(total(piece.begin for piece in pieces)),
+            self._seconds(piece.begin),
             tuple(transfers),
-            tuple(map(self._seconds, side_by_side(pieces))),
-            self._seconds(total(piece.deliver for piece in pieces)),
+            tuple(map(self._seconds, piece.work)),
+            self._seconds(piece.deliver),
             decides=decides,
         )
 
@@ -263,15 +258,27 @@ class _Plan:
     def _transfer(self, name: str, nbytes: float, *, in_pairs: bool = False) -> Transfer:
         """One collective, by its name and the bytes that a rank sends, maybe by messages from rank to rank."""
         self.sent_nbytes += nbytes
-        cluster, hop_s = self._network.cluster, self._network.host.hop_s + self._network.link.delay_s
+        cluster = self._network.cluster
         hops = (2 if name == "all_reduce" else 1) * (self._size - 1)
+        latency_s = hops * self._network.host.hop_s + self._crossings(name, hops) * self._network.link.delay_s
         if self._levels:
             nbytes *= cluster.per_node  # each rank of a machine sends its part
         elif name == "all_to_all" and cluster.per_node > 1:  # in a ring one rank of a machine sends, here all do
             nbytes *= cluster.per_node * (cluster.ranks - cluster.per_node) / (cluster.ranks - 1)
         elif cluster.nodes == 1:
             nbytes = 0.0
-        return Transfer(nbytes, hops * hop_s, "pairs" if in_pairs else "group")
+        return Transfer(nbytes, latency_s, "pairs" if in_pairs else "group")
+
+    def _crossings(self, name: str, hops: int) -> int:
+        """How many of so many hops, one after the other, go to another machine."""
+        cluster = self._network.cluster
+        if cluster.nodes == 1:
+            return 0
+        if self._levels or cluster.per_node == 1:
+            return hops
+        if name == "all_to_all":  # to the ranks one place on, two places on, and so forth, who are mostly elsewhere
+            return hops - cluster.per_node + 2
+        return -(-hops // cluster.per_node)  # around a ring, the last rank of a machine sends to the next machine
 
     def _inside(self, bucket: Bucket) -> Inside | None:
         if not self._levels:

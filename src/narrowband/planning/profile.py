@@ -50,7 +50,6 @@ class Piece:
         encode: before they are part of a message.
         begin: of that message, before its first transfer.
         calls: the collectives, by name, one after the other.
-        shares: of the bytes that a rank sends for these layers, by collective.
         work: after each.
         deliver: decoding, and what feedback does at the end.
     """
@@ -58,9 +57,15 @@ class Piece:
     encode: Line = field(default_factory=Line)
     begin: Line = field(default_factory=Line)
     calls: tuple[str, ...] = ()
-    shares: tuple[float, ...] = ()
     work: tuple[Line, ...] = ()
     deliver: Line = field(default_factory=Line)
+
+    @classmethod
+    def together(cls, pieces: Sequence[Piece]) -> Piece:
+        """What the layers of several buckets take that make one message."""
+        lines = {name: total(getattr(piece, name) for piece in pieces) for name in ("encode", "begin", "deliver")}
+        work = itertools.zip_longest(*(piece.work for piece in pieces), fillvalue=Line())
+        return cls(calls=max((piece.calls for piece in pieces), key=len), work=tuple(map(total, work)), **lines)
 
     def __mul__(self, factor: float) -> Piece:
         work = tuple(line * factor for line in self.work)
@@ -130,7 +135,8 @@ class Bucket:
         numel: elements in all.
         divide_s: what dividing it by the number of ranks takes, which is all that is done to it uncompressed.
         copy_s: what copying it takes; on two levels it is copied a few times.
-        vectors: bytes of the small parameters that travel once this bucket is there, one entry per message.
+        vectors: bytes of the small parameters that travel once this bucket is there, one entry per message; of the last
+            bucket the last entry is of those that can only go then, or zero.
         names: of all parameters that DDP puts into it.
     """
 
@@ -152,6 +158,7 @@ class Profile:
         buckets: in the order in which backward completes them.
         trained: what they hold, in the model's order; ranks of a machine share it by that on two levels.
         share: which part of the model's parameters that is.
+        buffers: what rounds average beside it.
         codecs: what was measured, by spec and collective.
         threads: that arithmetic had.
         spread: by how much the middle half of the measured steps differed; what to expect of noise.
@@ -164,6 +171,7 @@ class Profile:
     codecs: tuple[Codec, ...] = ()
     trained: tuple[Trained, ...] = ()
     share: Share = WHOLE
+    buffers: tuple[Trained, ...] = ()
     threads: int = 1
     spread: float = 0.0
 
@@ -218,8 +226,3 @@ class Profile:
 def total(lines: Iterable[Line]) -> Line:
     """The sum."""
     return sum(lines, Line())
-
-
-def side_by_side(pieces: Sequence[Piece]) -> list[Line]:
-    """The work after each collective, of pieces that make one message."""
-    return [total(each) for each in itertools.zip_longest(*(piece.work for piece in pieces), fillvalue=Line())]

@@ -18,9 +18,9 @@ from narrowband.averaging.settings import EARLY_NBYTES
 from narrowband.collectives import LayerCollectives, all_reduce_nbytes
 from narrowband.feedback import Compression
 from narrowband.gradients.levels import own_shards
-from narrowband.planning.profile import Content, Profile, Share, Trained
+from narrowband.planning.profile import Bucket, Content, Piece, Profile, Share, Trained
 
-__all__ = ["MIN_NUMEL", "contents", "parameters_of", "sent_whole", "share_of"]
+__all__ = ["MIN_NUMEL", "contents", "of_a_round", "parameters_of", "sent_whole", "share_of"]
 
 #: As in :func:`narrowband.compress_gradients`.
 MIN_NUMEL = 1024
@@ -71,14 +71,34 @@ def contents(buckets: Sequence[Sequence[str]], parameters: Parameters) -> Iterat
         for parameter in own:
             if not parameter.compressed:
                 missing[parameter.vector] -= parameter.shape.numel()
-        done = [vector for vector in missing if last or (vector.early and not missing[vector])]
+        done = [vector for vector in missing if vector.early and (last or not missing[vector])]
+        late = [vector for vector in missing if last and not vector.early]
+        sizes = [parameters.vectors[vector] * vector.dtype.itemsize for vector in (*done, *late)]
         yield Content(
             tuple((parameter.name, tuple(parameter.shape)) for parameter in own if parameter.compressed),
             sum(parameter.shape.numel() for parameter in own),
-            tuple(parameters.vectors[vector] * vector.dtype.itemsize for vector in done),
+            tuple(sizes if late or not last else [*sizes, 0]),
         )
         for vector in done:
             del missing[vector]
+
+
+def of_a_round(profile: Profile) -> Profile:
+    """What a round averages: all parameters at once, and buffers, as one bucket."""
+    averaged = (*profile.trained, *profile.buffers)
+    (content,) = contents([[each.name for each in averaged]], parameters_of(averaged))
+    names = tuple(name for bucket in profile.buckets for name in bucket.names)
+    bucket = Bucket(
+        0.0,
+        content.layers,
+        content.numel,
+        sum(each.divide_s for each in profile.buckets),
+        sum(each.copy_s for each in profile.buckets),
+        content.vectors,
+        names,
+    )
+    codecs = tuple(replace(codec, pieces=(Piece.together(codec.pieces),)) for codec in profile.codecs)
+    return replace(profile, buckets=(bucket,), trained=averaged, codecs=codecs)
 
 
 @dataclass(frozen=True)
