@@ -369,6 +369,16 @@ def test_what_was_measured_is_shown_though_it_cannot_be_kept(narrow, given):
     assert "all-finite" in done.stdout
 
 
+@pytest.mark.parametrize("line", ["bench ddp --help", "codecs"])
+def test_who_stops_to_read_hears_nothing_of_it(line):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "narrowband", *line.split()]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_a_terminal_that_lacks_characters_gets_question_marks(narrow, monkeypatch, encoding):
     shown = io.BytesIO()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -68,6 +69,8 @@ def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug
         errors.print(f"Stopped. {stopped}".strip(), style="yellow", highlight=False)
         return STOPPED
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return FAILED
         if debug or os.environ.get(DEBUG, "") not in ("", "0"):
             raise
         code, sentence, expected = _explained(error)
@@ -75,6 +78,18 @@ def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug
         if not expected:
             errors.print(f"({DEBUG}=1 shows the traceback)", style="dim", highlight=False)
         return code
+
+
+def _is_unread() -> bool:
+    """Whether nobody reads standard output any more, as behind ``| head -1``. Nothing more is then written to it, also
+    when Python ends.
+    """
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not poll.poll(0):  # it tells of nothing but a reader that is gone
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _explained(error: Exception) -> tuple[int, str, bool]:
