@@ -31,7 +31,7 @@ class FittingTable(Table):
         >>> from rich.console import Console
         >>> table = FittingTable("codec", "step", "sent", title="2 ranks")
         >>> table.add_row("none", "901 ms", "79.9 MB")
-        >>> Console(width=16).print(table)
+        >>> Console(width=16).print(table)  # doctest: +NORMALIZE_WHITESPACE
         2 ranks
         none
           step 901 ms,

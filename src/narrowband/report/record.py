@@ -77,7 +77,7 @@ def sources_of(package: Path) -> str:
     """The same of any folder.
 
     Example:
-        >>> len(sources_of(Path(narrowband.__file__).parent))
+        >>> len(sources_of(Path(nb.__file__).parent))
         16
     """
     digest = hashlib.sha256()
