@@ -166,13 +166,19 @@ def interrupted(rank, world_size):
         x, y = model.split(*batch(at, 24))
         loss_of(model(x), y).backward()
 
+    def anew():
+        nonlocal model
+        model = nb.CodedDataParallel(mlp(), 2, "broadcast")
+        step(3)
+        return gradient(model)
+
     step(0)
     others = dist.new_group([rank for rank in range(world_size) if rank != 1])
     if rank != 1:
         told = refusal(lambda: step(1))
         dist.barrier(others)  # all have heard of it while rank 1 waits
         dist.barrier()
-        return told, refusal(lambda: step(2))
+        return told, refusal(lambda: step(2)), anew()
     received, calls = dist.batch_isend_irecv, []
 
     def stopping(operations):
@@ -188,15 +194,17 @@ def interrupted(rank, world_size):
     finally:
         signal.signal(signal.SIGINT, before)
     dist.barrier()
-    return str(caught.value), refusal(lambda: step(2))
+    return str(caught.value), refusal(lambda: step(2)), anew()
 
 
 def test_ctrl_c_in_an_exchange_ends_it_on_all_ranks_although_the_process_lives_on():
-    for rank, (told, then) in enumerate(run_ranks(interrupted, 4)):
+    results = run_ranks(interrupted, 4)
+    for rank, (told, then, averages) in enumerate(results):
+        assert torch.equal(averages, results[0][2])
         if rank != 1:
             assert told[0] == "RuntimeError"
             assert f"the exchange broke off on rank {rank}: another rank has ended, was stopped" in told[1]
         assert then == (
             "RuntimeError",
-            "there is no exchange any more: an earlier one broke off; start all ranks again",
+            "there is no exchange any more: an earlier one broke off; wrap the model anew on all ranks",
         )

@@ -47,7 +47,9 @@ class Broadcast(Transport):
     def exchange(self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted) -> None:
         check_exchange(outgoing, incoming, wanted, self._rank, len(self._ranks))
         if self._group is None:
-            raise RuntimeError("there is no exchange any more: an earlier one broke off; start all ranks again")
+            raise RuntimeError(
+                "there is no exchange any more: an earlier one broke off; wrap the model anew on all ranks"
+            )
         try:
             self._exchange(outgoing, incoming, wanted, self._group)
         except BaseException as error:
@@ -56,7 +58,7 @@ class Broadcast(Transport):
             if isinstance(error, RuntimeError):
                 raise RuntimeError(
                     f"the exchange broke off on rank {self._rank}: another rank has ended, was stopped, or did not "
-                    f"answer in time ({error}); start all ranks again, from a checkpoint"
+                    f"answer in time ({error}); wrap the model anew on all ranks, and go on from a checkpoint"
                 ) from error
             raise
 
@@ -88,6 +90,8 @@ class Broadcast(Transport):
         if group is not dist.group.WORLD and self.device.type == "cpu":
             with contextlib.suppress(RuntimeError, ValueError):  # somebody else has ended it
                 dist.destroy_process_group(group)
+                # PyTorch names groups by how many there are: the next one is not to find the addresses of this one.
+                dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     def _what_others_want(self, wanted: Wanted, group: dist.ProcessGroup) -> list[list[Range]]:
         """Of this rank's buffer, by rank: told once for every plan."""
