@@ -1,9 +1,12 @@
-"""Payloads across ranks: how tensors that every rank has encoded become their average on all ranks.
+"""Average compressed tensors over ranks: each rank encodes its tensor, and every rank ends up with the average.
 
-``peers.py`` says who averages, ``groups.py`` lends them a process group, and ``engine.py`` keeps one order of
-collectives on all ranks. ``exchange.py`` is what all collectives have in common; ``all_reduce.py``, ``all_gather.py``,
-``scatter_reduce.py``, ``sparse_reduce.py``, and PowerSGD's ``factor_reduce.py`` and ``half_rounds.py`` are one each,
-and ``choice.py`` takes the cheapest.
+- ``peers.py``: which ranks average with each other.
+- ``groups.py``: lends them a process group.
+- ``engine.py``: issues collectives in the same order on all ranks.
+- ``exchange.py``: the base class of all collectives.
+- ``all_reduce.py``, ``all_gather.py``, ``scatter_reduce.py``, ``sparse_reduce.py``: one collective each; so are
+  ``factor_reduce.py`` and ``half_rounds.py``, which belong to PowerSGD.
+- ``choice.py``: picks the cheapest collective.
 """
 
 from __future__ import annotations

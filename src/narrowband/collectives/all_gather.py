@@ -1,10 +1,10 @@
-"""All-gather of payloads: every rank receives all N, and decodes one after the other into the same memory.
+"""All-gather of payloads: every rank receives all N payloads, and decodes one after the other into the same memory.
 
-A rank sends (N−1) · P bytes among N ranks, for payloads of P bytes. It carries every codec. Where the sizes of payloads
-depend on the data, ranks first tell each other these sizes.
+For payloads of P bytes, a rank among N sends (N−1) · P bytes. All-gather carries every codec. Where the sizes of
+payloads depend on the data, ranks first exchange these sizes.
 
-Two ranks under gloo send their payloads to each other without its all-gather, which leaves a part of a slow
-link unused there, where ranks do not begin at the same moment. Among more ranks its ring fills the link.
+With gloo and two ranks, payloads travel as point-to-point messages. Gloo's own all-gather leaves a part of a slow link
+unused when two ranks do not begin at the same moment; among more ranks, its ring fills the link.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["AllGather"]
 
 
 def _alike(operands: Sequence[Operand]) -> list[list[int]]:
-    """Places of operands with the same codec and feedback, in their order."""
+    """Group the indices of operands that have the same codec and feedback; order is kept."""
     kinds: dict[tuple[Codec, int], list[int]] = {}
     for at, operand in enumerate(operands):
         kinds.setdefault((operand.codec, id(operand.feedback)), []).append(at)
@@ -44,7 +44,7 @@ def _alike(operands: Sequence[Operand]) -> list[list[int]]:
 
 
 class AllGather(Exchange):
-    """See the module."""
+    """Average by all-gather of payloads; see the module."""
 
     name: ClassVar[str] = "all_gather"
     decided_by_encoding: ClassVar[bool] = True
@@ -71,8 +71,8 @@ class AllGather(Exchange):
 
     def __init__(self, operands: Sequence[Operand], peers: Peers, *, measure: bool, state: State | None = None) -> None:
         super().__init__(operands, peers, measure=measure, state=state)
-        self._fixed = True  # whether sizes do not depend on the data
-        self._parts: list[Tensor] = []  # payloads of all operands encoded at once; each part with room for a trailer
+        self._fixed = True  # whether no payload size depends on the data
+        self._parts: list[Tensor] = []  # one per :meth:`encode`: the payloads made there, with room for a trailer
         self._first_nbytes = TRAILER
 
     def _encode_all(self, operands: Sequence[Operand]) -> None:
@@ -91,7 +91,10 @@ class AllGather(Exchange):
             self._locally_finite &= self._encode(operand, place)[0]
 
     def _encode_ahead(self, operands: Sequence[Operand], places: Sequence[Tensor]) -> None:
-        """Encode while nobody waits to hear what is finite: at once what can be, where launching takes the time."""
+        """Encode without waiting for the device to say what is finite.
+
+        Launching kernels takes most of the time here, so one call encodes several operands where the codec can.
+        """
         for own in _alike(operands):
             codec, feedback, some = operands[own[0]].codec, operands[own[0]].feedback, [operands[at] for at in own]
             outs = [places[at] for at in own]
@@ -107,7 +110,7 @@ class AllGather(Exchange):
                 for each, place in zip(some, outs, strict=True):
                     finite, _ = self._encoded(each, place)
                     self._locally_finite &= finite
-                    if not finite:  # of a loop that knows at once, and has left no payload
+                    if not finite:  # this loop knew at once, and left no payload: send zeros
                         zeros = torch.zeros(dims(each.shape), dtype=each.dtype, device=each.x.device)
                         codec.encode(zeros, out=place)
         self._payloads += places
@@ -126,7 +129,7 @@ class AllGather(Exchange):
             capacity = payload.numel() - TRAILER
             self._spans = [spans_of([own.numel() for own in self._payloads])] * size
         else:
-            # The longest payload sets the size of all.
+            # An all-gather needs equal sizes: the longest payload sets the size of all.
             mine = torch.tensor([p.numel() for p in self._payloads], dtype=torch.int64, device=device)
             sizes = torch.empty(size, len(self.operands), dtype=torch.int64, device=device)
             yield Transfer(lambda: all_gather(sizes, mine, self.peers), later=[queue])
@@ -155,7 +158,7 @@ class AllGather(Exchange):
         if self.findings is not None:
             for own in _alike(self.operands):
                 codec, some = self.operands[own[0]].codec, [self.operands[at] for at in own]
-                if codec.decodes_several:  # all are in float32, or nobody would go ahead
+                if codec.decodes_several:  # all are float32: otherwise there would be no findings
                     spans, outs = [self._spans[0][at] for at in own], [each.average for each in some]
                     shapes = [each.shape for each in some]
                     seeds = [[each.seed_of(rank) for rank in range(size)] for each in some]

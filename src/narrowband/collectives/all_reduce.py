@@ -1,6 +1,6 @@
-"""All-reduce of payloads that add up: those of ``none``, ``fp16``, ``bf16`` and ``randomk``.
+"""All-reduce of payloads that can be added: those of ``none``, ``fp16``, ``bf16`` and ``randomk``.
 
-A rank sends 2·(N−1)/N · P bytes among N ranks, for payloads of P bytes.
+For payloads of P bytes, a rank among N sends 2·(N−1)/N · P bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["AllReduce"]
 
 
 class AllReduce(Exchange):
-    """See the module."""
+    """Average by all-reduce of payloads; see the module."""
 
     name: ClassVar[str] = "all_reduce"
 
@@ -58,16 +58,16 @@ class AllReduce(Exchange):
 
     @staticmethod
     def goes_ahead(codec: Codec) -> bool:
-        return not codec.shared_seed  # sends every element: what is not finite arrives as such
+        return not codec.shared_seed  # every element is sent, so inf and NaN arrive as such
 
     @staticmethod
     def kind_of(codec: Codec, dtype: torch.dtype) -> str:
-        """The dtype in which payloads are added."""
+        """Return the dtype in which payloads are added."""
         return str(codec.sum_dtype(dtype))
 
     def __init__(self, operands: Sequence[Operand], peers: Peers, *, measure: bool, state: State | None = None) -> None:
         super().__init__(operands, peers, measure=measure, state=state)
-        self._parts: list[Tensor] = []  # payloads of all operands that were encoded at once
+        self._parts: list[Tensor] = []  # one per :meth:`encode`: the payloads made there
 
     def _encode_all(self, operands: Sequence[Operand]) -> None:
         sizes = [operand.codec.payload_nbytes(operand.shape, operand.dtype) for operand in operands]
@@ -76,7 +76,7 @@ class AllReduce(Exchange):
             finite, payload = self._encode(operand, part[span])
             self._locally_finite &= finite
             if not finite and self.findings is None:
-                payload.fill_(0xFF)  # NaN in every dtype; the codec need not have picked what was not finite
+                payload.fill_(0xFF)  # NaN in every dtype: the codec may have left out the element that is not finite
         self._parts.append(part)
 
     @property
@@ -85,19 +85,19 @@ class AllReduce(Exchange):
 
     def job(self) -> Job:
         self._sum = concatenated(self._parts)
-        # Whether feedback took part in this step differs between ranks, so it must not decide what ranks do here.
+        # Feedback may have taken part on some ranks only (``compensated``), so only its existence may decide here.
         stateful = any(operand.feedback is not None for operand in self.operands)
         if (self.measure or stateful) and len(self._parts) == 1:
             self._payloads = [payload.clone() for payload in self._payloads]  # the all-reduce works in place
         wire_dtype = self.operands[0].codec.sum_dtype(self.operands[0].dtype)
         assert wire_dtype is not None
         values = self._sum.view(wire_dtype)
-        values.div_(self.peers.size)  # before the sum, which might leave the range of 16 bits
+        values.div_(self.peers.size)  # before the sum, which could overflow 16 bits
         if self.peers.size > 1:
             sizes = [payload.numel() for payload in self._payloads]
             self._count(all_reduce_nbytes(sum(sizes), self.peers.size), zip(self.operands, sizes, strict=True))
             yield Transfer(lambda: dist.all_reduce(values, group=self.peers.group, async_op=True))
-        if stateful:  # inf and NaN survive the sum, and every rank holds the same sum
+        if stateful:  # inf and NaN survive the sum, and the sum is the same on every rank
             with self._noting(Findings.ANY):
                 finite = kernels.all_finite(values.float())
             if self.findings is None:

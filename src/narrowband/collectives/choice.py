@@ -1,4 +1,4 @@
-"""Which collective averages what: the table of all, and the cheapest for a codec.
+"""Choose the collective that averages a layer: a table of all collectives, and the cheapest one for a codec.
 
 ===================  ==================================================  =====================================
 collective           what happens                                        bytes a rank sends (payload P, N ranks)
@@ -9,14 +9,14 @@ collective           what happens                                        bytes a
 ``sparse_reduce``    each rank adds up what it owns, sends the largest   about 3·(N−1)/N · P
 ===================  ==================================================  =====================================
 
-Where the largest elements are gathered, all that ranks send is delivered, and by ``sparse_reduce`` the largest sums
-are. So ``auto`` takes that where it sends less than half, from seven ranks on. Among thousands of ranks it sends more
-than the table says: :mod:`narrowband.collectives.sparse_reduce` says how much.
+For sparse codecs, ``all_gather`` delivers everything that ranks send, while ``sparse_reduce`` delivers only the largest
+sums. So ``auto`` takes ``sparse_reduce`` only where it sends less than half as much: from seven ranks on. Among
+thousands of ranks ``sparse_reduce`` sends more than the table says: see :mod:`narrowband.collectives.sparse_reduce`.
 
-``factor_reduce`` and ``half_rounds``, 2·(N−1)/N · P for factors of P bytes, belong to PowerSGD. A feedback names the
-collective that it brings in :attr:`~narrowband.feedback.State.collective`.
+``factor_reduce`` and ``half_rounds`` belong to PowerSGD. A rank sends 2·(N−1)/N · P bytes for factors of P bytes. A
+feedback names the collective that it requires in :attr:`~narrowband.feedback.State.collective`.
 
-:class:`LayerCollectives` says it of all layers of a model, and how many bytes each of them takes.
+:class:`LayerCollectives` chooses for all layers of a model, and predicts the bytes that each layer sends.
 
 A new collective is a subclass of :class:`~narrowband.collectives.exchange.Exchange` and an entry here.
 """
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
 __all__ = ["COLLECTIVES", "Collective", "LayerCollectives", "check", "choose", "collective"]
 
-#: What users may ask for.
+#: The collectives that users may ask for. Where several send as much, :func:`choose` takes the first of them.
 Collective = Literal["all_reduce", "all_gather", "scatter_reduce", "sparse_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
-#: The preferred first where several send as much.
+#: Name → class.
 _EXCHANGES: dict[str, type[Exchange]] = {
     kind.name: kind for kind in (AllReduce, AllGather, ScatterReduce, SparseReduce, FactorReduce, HalfRounds)
 }
 
 
 def collective(name: str) -> type[Exchange]:
-    """The exchange of a collective.
+    """Return the class that implements a collective.
 
     Raises:
         KeyError: there is no such collective.
@@ -62,13 +62,13 @@ def collective(name: str) -> type[Exchange]:
 
 
 def choose(codec: Codec, nbytes: int, size: int, feedback: State | None = None) -> type[Exchange]:
-    """The collective with the least traffic among those that can carry a codec.
+    """Return the collective with the least traffic among those that can carry a codec's payloads.
 
     Args:
-        codec: what tensors are encoded with.
-        nbytes: of all its payloads of one rank.
+        codec: encodes the tensors.
+        nbytes: bytes of all payloads that one rank makes with this codec.
         size: number of ranks.
-        feedback: what stands behind the codec.
+        feedback: the feedback behind the codec, if any.
 
     Example:
         >>> choose(nb.codec("topk:density=0.01"), nbytes=80_000, size=4).name
@@ -79,22 +79,22 @@ def choose(codec: Codec, nbytes: int, size: int, feedback: State | None = None) 
 
 
 def check(codec: Codec, name: Collective, feedback: State | None = None) -> None:
-    """Raise UnsupportedError where a collective cannot carry a codec, or not with this feedback."""
+    """Raise UnsupportedError where a collective cannot carry a codec's payloads with this feedback."""
     obstacle = collective(name).obstacle(codec, feedback)
     if obstacle is not None:
         raise UnsupportedError(obstacle)
 
 
 class LayerCollectives:
-    """By which collective each layer of a model travels, and what that takes.
+    """The collective of each layer of a model, and the bytes that it sends.
 
-    It is chosen for all layers with one kind of codec at once, so that results do not depend on the groups in which
-    gradients become ready; of that kind, codecs that the cheapest collective cannot carry have another.
+    The choice counts all layers whose codecs are of one class together, so that results do not depend on the groups in
+    which gradients become ready. A codec of that class that the cheapest collective cannot carry gets another one.
 
     Args:
-        layers: what each layer has, its feedback included, and its shape.
+        layers: each layer's compression (codec and feedback) and shape.
         size: number of ranks.
-        asked: the collective that users ask for, or ``auto``.
+        asked: the collective that the user asks for, or ``auto``.
 
     Example:
         >>> chosen = nb.compression("topk:density=0.01+ef")
@@ -112,14 +112,14 @@ class LayerCollectives:
     ) -> None:
         self._size = size
         self._asked = asked
-        self._nbytes: dict[type[Codec], int] = {}  # of all payloads with one kind of codec
-        self._chosen: dict[tuple[Codec, type], type[Exchange]] = {}  # as it is first asked for
+        self._nbytes: dict[type[Codec], int] = {}  # class of codec → bytes of all its payloads
+        self._chosen: dict[tuple[Codec, type], type[Exchange]] = {}  # filled as :meth:`of` is called
         for chosen, shape in layers:
             kind = type(chosen.codec)
             self._nbytes[kind] = self._nbytes.get(kind, 0) + chosen.codec.payload_nbytes(shape)
 
     def of(self, chosen: Compression) -> type[Exchange]:
-        """How payloads of this compression travel."""
+        """Return the collective that carries payloads of this compression."""
         if chosen.feedback is not None and chosen.feedback.collective is not None:
             return collective(chosen.feedback.collective)
         if self._asked != "auto":
@@ -131,12 +131,12 @@ class LayerCollectives:
         return self._chosen[key]
 
     def sent_nbytes(self, chosen: Compression, shape: Shape, payload_nbytes: int | None = None) -> int:
-        """Bytes that a rank sends in a step for a layer of this shape, but for the few that a message has of its own.
+        """Return the bytes that a rank sends per step for a layer of this shape, without the few of message trailers.
 
         Args:
-            chosen: what it has.
-            shape: of its gradient, in float32.
-            payload_nbytes: of its payload, where that depends on the data; by default the codec's word.
+            chosen: the layer's compression.
+            shape: shape of its gradient, which is in float32.
+            payload_nbytes: bytes of its payload, where these depend on the data; by default what the codec predicts.
         """
         nbytes = chosen.layer_nbytes(shape) if payload_nbytes is None else payload_nbytes
         return self.of(chosen).layer_traffic_nbytes(chosen.codec, shape, nbytes, self._size)

@@ -1,4 +1,4 @@
-"""A codec applied to each of N chunks of a tensor, so that every rank can average one of them."""
+"""A codec that encodes each of N chunks of a tensor by itself, so that every rank can average one chunk."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Chunked"]
 
 @dataclass(frozen=True)
 class Chunked(Codec):
-    """The chunks' payloads end to end.
+    """Encode a tensor chunk by chunk: the payload is the chunks' payloads end to end.
 
     Args:
-        codec: what each chunk is encoded with.
-        chunks: one per rank.
-        turn: by how many ranks the chunks' owners are shifted.
+        codec: encodes each chunk.
+        chunks: number of chunks, one per rank.
+        turn: by how many ranks the assignment of chunks to owners is rotated.
     """
 
     codec: Codec
@@ -34,10 +34,10 @@ class Chunked(Codec):
     name = "chunked"
 
     def cut(self, numel: int) -> list[slice]:
-        """Where the chunk of each rank lies; some may be empty.
+        """Return where the chunk of each rank lies; some chunks may be empty.
 
-        Chunks begin at multiples of the codec's granularity and differ by one grain at most. Which ranks have the
-        longer ones turns from tensor to tensor: the second phase is as long as the longest sum of a rank's chunks.
+        Chunks begin at multiples of the codec's granularity and differ by one grain at most. Which ranks own the longer
+        chunks rotates from tensor to tensor, because the rank with the most bytes sets the length of the all-gather.
         """
         grain = self.codec.granularity
         grains = -(-numel // grain)
@@ -45,11 +45,11 @@ class Chunked(Codec):
         return [slice(at[j], at[j + 1]) for j in ((r + self.turn) % self.chunks for r in range(self.chunks))]
 
     def sizes(self, numel: int) -> list[int]:
-        """Payload bytes of each chunk. Chunks are encoded as float32 whatever the gradient: their mean is float32."""
+        """Return the payload bytes of each chunk. Chunks are encoded as float32, because their mean is float32."""
         return [self.codec.payload_nbytes(cut.stop - cut.start) for cut in self.cut(numel)]
 
     def all_sizes(self, numel: int) -> Tensor:
-        """The same as one tensor, fast also among 10,000 ranks."""
+        """As :meth:`sizes`, as one tensor; fast even for 10,000 ranks."""
         grain = self.codec.granularity
         at = torch.arange(self.chunks + 1, dtype=torch.int64, device="cpu") * -(-numel // grain) // self.chunks * grain
         lengths: list[int] = at.clamp_(max=numel).diff().tolist()

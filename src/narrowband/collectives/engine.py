@@ -1,17 +1,17 @@
-"""One thread that encodes, communicates and decodes while backward goes on, in one order on all ranks.
+"""A thread that encodes, communicates and decodes while backward runs, in the same order on all ranks.
 
-Work comes as *jobs*: generators that compute, yield a :class:`Transfer` (a collective to issue), are resumed when it
-has arrived, and so on. The engine keeps two promises.
+Work comes as *jobs*: generators that compute, yield a :class:`Transfer` (a collective to issue), are resumed when the
+collective has completed, and so on. The engine guarantees two things.
 
 *One order.* Collectives are issued in the order in which jobs were started, and within a job in the order of its
 phases; all phases of a job are issued before the first of the next. As every rank starts the same jobs in the same
-order, collectives meet their peers whatever the timing. Nothing is ever issued from a completion callback: a callback
-only puts a note into the inbox. There are two queues, each with that order and independent of the other: collectives of
-the process group, and exchanges from rank to rank, in pairs.
+order, collectives match across ranks whatever the timing. Nothing is ever issued from a completion callback: a callback
+only posts a function to the thread's inbox. There are two queues, each with that order and independent of the other:
+``group`` for collectives of the process group, and ``pairs`` for point-to-point exchanges.
 
 *No idle waiting.* While a collective is on the wire, the thread encodes the next job; only issuing waits for its turn.
 
-On CUDA the thread works on a side stream, and a job begins by waiting for what the main stream had queued.
+On CUDA the thread works on a side stream. A job begins by waiting for the work that the main stream had queued.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ QueueName = Literal["group", "pairs"]
 
 @dataclass
 class Transfer:
-    """A collective to issue: ``issue()`` starts it and returns its handle; None when there is nobody to talk to."""
+    """A collective to issue: ``issue()`` starts it and returns its handle, or None if it has completed already."""
 
     issue: Callable[[], Pending | None]
     queue: QueueName = "group"
-    #: The queues of the job's further transfers.
+    #: The queues that the job's later transfers will use.
     later: Sequence[QueueName] = ()
 
 
@@ -64,7 +64,7 @@ class Pending(Protocol):
 
 
 class _Arrived:
-    """The handle of a collective among one rank."""
+    """The handle of a collective that had completed when it was issued, such as one among a single rank."""
 
     def wait(self) -> None: ...
 
@@ -81,11 +81,11 @@ class _Running:
 
 
 class Engine(SerialExecutor):
-    """The thread that runs jobs. All methods but :meth:`post` and :meth:`close` belong to its thread.
+    """The thread that runs jobs. Call :meth:`post` and :meth:`close` from anywhere, other methods on the thread only.
 
     Args:
-        device: where tensors live.
-        failed: called on the thread with the error that ended it, and again for everything posted after that.
+        device: the device of the tensors.
+        failed: called on the thread with the error that stopped it, and again for everything posted after that.
     """
 
     def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
@@ -96,7 +96,7 @@ class Engine(SerialExecutor):
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        #: What torch's threads may still have to call, or to let go of.
+        #: Callbacks that torch's threads still have to call or to release.
         self._callbacks: weakref.WeakSet[Callable[[Any], None]] = weakref.WeakSet()
         self.wire_seconds = 0.0
         self.error: BaseException | None = None
@@ -114,9 +114,9 @@ class Engine(SerialExecutor):
         super().post(lambda: self._try(what))
 
     def close(self) -> None:
-        """End the thread when it has done what is in its inbox, and let torch's threads leave Python.
+        """End the thread when its inbox is done, and wait until torch's threads have released all callbacks.
 
-        One that still has to let go of a callback when the interpreter ends takes the process down with it.
+        A thread of torch that still has to release a callback when the interpreter exits crashes the process.
         """
         super().close()
         deadline = time.monotonic() + 5.0
@@ -126,7 +126,7 @@ class Engine(SerialExecutor):
     # ---- on the engine's thread --------------------------------------------------------------------------------------
 
     def start(self, job: Job, done: Callable[[], None]) -> None:
-        """Run ``job`` up to its first collective now; the rest, and then ``done()``, as its collectives arrive."""
+        """Run ``job`` up to its first collective now, the rest as its collectives complete; then call ``done()``."""
         running = _Running(job, done)
         if self._advance(running):
             self._order.append(running)
@@ -141,7 +141,7 @@ class Engine(SerialExecutor):
 
     def _try(self, what: Callable[[], None]) -> None:
         if self.error is not None:
-            self._failed(self.error)  # whoever posted this before hearing of it must hear of it
+            self._failed(self.error)  # the poster of this function may not know of the error yet
             return
         try:
             what()
@@ -149,10 +149,10 @@ class Engine(SerialExecutor):
             log.exception("the exchange stopped, and every later backward will say so")
             self._order.clear()
             self._failed(error)
-            self.error = error  # last: who reads it finds everything undone
+            self.error = error  # last: whoever reads it finds everything rolled back
 
     def _advance(self, running: _Running) -> bool:
-        """Resume a job; False when it is finished."""
+        """Resume a job up to its next transfer; return False when the job is finished."""
         try:
             running.transfer = next(running.job)
         except StopIteration:
@@ -162,7 +162,7 @@ class Engine(SerialExecutor):
         return True
 
     def _issue(self) -> None:
-        """Issue what is due: in each queue, a job's transfers when the job before has issued its last there."""
+        """Issue the transfers that are due: in each queue, those of a job once the job before has issued its last."""
         taken: set[QueueName] = set()
         for running in tuple(self._order):
             transfer = running.transfer
@@ -187,7 +187,7 @@ class Engine(SerialExecutor):
 
     def _arrived(self, running: _Running) -> None:
         assert running.work is not None
-        running.work.wait()  # raises what went wrong on the wire; on CUDA, makes this stream wait
+        running.work.wait()  # raises errors of the collective; on CUDA, makes this stream wait
         self.wire_seconds += time.perf_counter() - running.issued_at
         if not self._advance(running):
             self._order.remove(running)

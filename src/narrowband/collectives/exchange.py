@@ -1,15 +1,16 @@
-"""What every way to average a set of tensors over ranks has in common.
+"""The base class of all collectives that average a set of tensors over ranks.
 
-An :class:`Exchange` is one run of a collective for some tensors: it encodes them, is a generator for
-:class:`~narrowband.collectives.engine.Engine` while payloads travel, and ends with everything received but the tensors
-as they were. :meth:`Exchange.deliver` then writes the averages, when the caller knows whether the step counts.
+An :class:`Exchange` is one run of a collective for some tensors. It encodes them, then runs as a generator in
+:class:`~narrowband.collectives.engine.Engine` while payloads travel. When the generator ends, everything has been
+received, and the tensors are still unchanged. :meth:`Exchange.deliver` then writes the averages, once the caller knows
+whether the step counts: whether all gradients were finite on all ranks.
 
-Each collective is a class in a file of its own, and says by class members what it costs, which codecs it can carry, and
-when it is known whether a step counts. Ranks decode in rank order, so all of them compute the same bits, and so does a
+Each collective is a class in a file of its own. Class members say what it costs, which codecs it can carry, and when it
+is known whether a step counts. Every rank decodes payloads in rank order, so all ranks compute the same bits; so does a
 resumed run, however the tensors are grouped.
 
-A trailer of four bytes in every payload says whether its sender saw inf or NaN, so all ranks agree on that with no
-further collective.
+A trailer of four bytes in every payload says whether its sender saw inf or NaN, so that all ranks agree on this without
+a further collective.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TRAILER", "Exchange", "Sent"]
 
-#: The trailer of a payload: one byte that says "not finite", and three that keep what follows aligned.
+#: Bytes of the trailer of a payload: one flag for "not finite", and three that keep the next payload aligned.
 TRAILER = 4
 
 
 class Sent(NamedTuple):
-    """A layer in a message: what encodes it, its shape, and its place among the model's parameters."""
+    """A layer in a message: its codec, its shape, and its index among the model's parameters."""
 
     codec: Codec
     shape: Shape
@@ -54,13 +55,13 @@ class Sent(NamedTuple):
 
 
 class Exchange(ABC):
-    """Averages some tensors by one collective.
+    """Average some tensors by one collective.
 
     Args:
         operands: the tensors.
         peers: the ranks.
-        measure: whether the relative error is measured.
-        state: of the feedback that brings the collective, if one does.
+        measure: whether to measure the relative error of compression.
+        state: the feedback state that requires this collective, if one does.
 
     Example:
         >>> from narrowband.collectives import choose
@@ -69,67 +70,68 @@ class Exchange(ABC):
         ('all_gather', 120000)
     """
 
-    #: As users name it: ``collective=…``.
+    #: The name by which users ask for it: ``collective=…``.
     name: ClassVar[str]
-    #: Bytes that could have been sent while ranks wait between the phases of this collective.
+    #: The time that ranks wait between the phases of this collective, as the bytes that could be sent in that time.
     overhead_nbytes: ClassVar[int] = 0
-    #: How many times more another collective may send, and is still taken: it delivers more of what is sent.
+    #: Factor on this collective's traffic when the cheapest is chosen: above 1 where it delivers less of what is sent.
     handicap: ClassVar[float] = 1.0
-    #: Whether, once every rank's tensors are known to be finite, nothing can turn out otherwise.
+    #: Whether a step is known to be good as soon as every rank's tensors are known to be finite.
     decided_by_encoding: ClassVar[bool] = False
-    #: Whether a rank encodes means, whose error its feedback then keeps, see :meth:`State.owner_error`.
+    #: Whether each rank encodes means again, and its feedback keeps their error, see :meth:`State.owner_error`.
     has_owners: ClassVar[bool] = False
-    #: Where loops note what is not finite, if the host is not to wait for them; given before the first :meth:`encode`.
-    #: Then all counts as finite here, feedback is rolled back on the device, and NaN is the caller's to write.
+    #: Where kernels record what is not finite, on the device, if the host is not to wait for them. Set it before the
+    #: first :meth:`encode`. Then the exchange takes everything as finite and commits; feedback is rolled back on the
+    #: device, and the caller writes NaN into the averages of a bad step.
     findings: Findings | None = None
 
     @staticmethod
     @abstractmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
-        """Bytes that a rank sends where every rank's payload takes ``nbytes``, among ``size`` ranks."""
+        """Return the bytes that each of ``size`` ranks sends, where every rank's payload takes ``nbytes``."""
 
     @classmethod
     def layer_traffic_nbytes(cls, codec: Codec, shape: Shape, nbytes: int, size: int) -> int:  # noqa: ARG003
-        """The same of one layer, where more is known of it than the bytes of its payload."""
+        """Return the bytes that a rank sends for one layer: exact where codec and shape tell more than ``nbytes``."""
         return cls.traffic_nbytes(nbytes, size)
 
     @classmethod
     @abstractmethod
     def message_nbytes(cls, layers: Sequence[Sent], size: int, state: State | None) -> tuple[float, ...]:
-        """Bytes that a rank sends in each collective of a message, to the last one, where no size depends on the data.
+        """Return the exact bytes that a rank sends in each collective of a message, where no size depends on the data.
 
         Args:
-            layers: whose payloads travel in it; their gradients are in float32.
+            layers: the layers whose payloads are in the message; their gradients are float32.
             size: number of ranks.
-            state: the feedback behind them.
+            state: the layers' feedback.
 
         Returns:
-            The mean over ranks, and over the steps in which factors take turns.
+            One number per collective: the mean over ranks and, where PowerSGD alternates between factors, over steps.
         """
 
     @classmethod
     def first_of(cls, layers: Sequence[Sent], size: int, state: State | None) -> float:
-        """What :attr:`first_nbytes` is of these layers."""
+        """Return what :attr:`first_nbytes` will be for these layers."""
         return cls.message_nbytes(layers, size, state)[0]
 
     @staticmethod
     @abstractmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
-        """Why this collective cannot carry a codec's payloads with this feedback, as an error's text; None: it can."""
+        """Return why this collective cannot carry a codec's payloads with this feedback (an error text), or None."""
 
     @staticmethod
     def uses_pairs(size: int) -> bool:  # noqa: ARG004
-        """Whether it sends from rank to rank among ``size`` ranks, see :attr:`Peers.pairs`."""
+        """Return whether it uses point-to-point messages among ``size`` ranks, see :attr:`Peers.pairs`."""
         return False
 
     @staticmethod
     def goes_ahead(codec: Codec) -> bool:  # noqa: ARG004
-        """Whether it can carry a codec's payloads while nobody waits to hear what is finite."""
+        """Return whether it can carry a codec's payloads before the host knows what is finite; see :attr:`findings`."""
         return False
 
     @staticmethod
     def kind_of(codec: Codec, dtype: torch.dtype) -> str:  # noqa: ARG004
-        """Tensors can share an exchange where this is equal."""
+        """Return a key: tensors with equal keys can share an exchange."""
         return ""
 
     def __init__(self, operands: Sequence[Operand], peers: Peers, *, measure: bool, state: State | None = None) -> None:
@@ -137,35 +139,35 @@ class Exchange(ABC):
         self.peers = peers
         self.measure = measure
         self.state = state
-        #: Bytes that this rank has sent, by the keys of operands. Each has its share of all that is in a message.
+        #: Operand key → bytes that this rank has sent for it, including its share of trailers and the like.
         self.sent: dict[str, int] = {}
         self.encode_seconds = 0.0
         self.decode_seconds = 0.0
-        #: After the job: whether every rank's tensors were finite.
+        #: Valid after the job: whether every rank's tensors were finite.
         self.finite = True
-        #: After :meth:`deliver`, with ``measure``: by the keys of operands. None of one that did not take part.
+        #: Operand key → norms, valid after :meth:`deliver` if ``measure``. Operands that took no part have none.
         self.norms: dict[str, Norms] = {}
-        self._payloads: list[Tensor] = []  # this rank's, one per operand
+        self._payloads: list[Tensor] = []  # this rank's payloads, one per operand
         self._locally_finite = True
         self._decided = False
         self._not_encoded = list(operands)
 
     def extend(self, operands: Sequence[Operand]) -> None:
-        """Take more tensors along; :meth:`encode` them before the job starts."""
+        """Add tensors to the exchange. Call :meth:`encode` again before the job starts."""
         self._not_encoded += operands
 
     def encode(self) -> bool:
-        """Compensate and encode what is new. To be called before the job starts.
+        """Compensate and encode the tensors added since the last call. Call it before the job starts.
 
         Returns:
-            Whether this rank's tensors are finite.
+            Whether all of this rank's tensors so far are finite.
         """
         begin = time.perf_counter()
         operands, self._not_encoded = self._not_encoded, []
         self.operands += operands
         with self._noting(Findings.OWN):
             self._encode_all(operands)
-        if self.findings is not None and not self._locally_finite:  # of a loop that knows at once
+        if self.findings is not None and not self._locally_finite:  # found on the host
             self.findings.note(Findings.OWN, bad=True)
         self.encode_seconds += time.perf_counter() - begin
         return self._locally_finite
@@ -173,12 +175,13 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def first_nbytes(self) -> int:
-        """Bytes that a rank will send in the first collective, for the operands encoded so far: equal on all ranks.
-        Where sizes depend on the data, the most that it can be.
+        """Bytes that a rank will send in the first collective for the operands encoded so far; equal on all ranks.
+
+        Where sizes depend on the data, this is an upper bound.
         """
 
     def _noting(self, what: int) -> AbstractContextManager[None]:
-        """Loops note what they find, if the host is not to wait for it."""
+        """Let kernels record non-finite values in :attr:`findings`, if the host is not to wait for them."""
         return nullcontext() if self.findings is None else self.findings.noting(what)
 
     @property
@@ -187,22 +190,22 @@ class Exchange(ABC):
         return sum(self.sent.values())
 
     def _count(self, nbytes: int, parts: Iterable[tuple[Operand, int]]) -> None:
-        """Note that this rank sends so many bytes, for operands whose parts of them are so large."""
+        """Record that this rank sends ``nbytes``, divided among operands in proportion to these sizes."""
         operands, sizes = zip(*parts, strict=True)
         for operand, share in zip(operands, shares_of(nbytes, sizes), strict=True):
             self.sent[operand.key] = self.sent.get(operand.key, 0) + share
 
     def flag(self, finite: bool) -> None:
-        """Let this exchange's trailer also say whether other tensors of its sender are finite."""
+        """Let this exchange's trailer also report whether other tensors of this rank are finite."""
         self._locally_finite &= finite
 
     @abstractmethod
     def _encode_all(self, operands: Sequence[Operand]) -> None:
-        """Encode these, and note in ``_locally_finite`` whether all are finite."""
+        """Encode these operands, and clear ``_locally_finite`` if one is not finite."""
 
     @abstractmethod
     def job(self) -> Job:
-        """The generator to run after :meth:`encode`."""
+        """Return the generator that the engine runs after :meth:`encode`."""
 
     @abstractmethod
     def _write(self, good: bool) -> None:
@@ -210,10 +213,10 @@ class Exchange(ABC):
 
     @contextmanager
     def _mean_of(self, operand: Operand, good: bool) -> Iterator[Tensor]:
-        """Memory of the operand's shape to decode the mean into; it then becomes what is delivered.
+        """Yield memory of the operand's shape to decode the mean into; on exit, deliver that mean.
 
-        With incremental feedback the mean is a change of what all ranks hold, and no gradient. So in a step that does
-        not count, NaN is delivered in its place.
+        With incremental feedback the mean is a change of the tensor that all ranks hold, not a gradient. So in a step
+        that does not count, NaN is delivered in its place.
         """
         out = operand.average
         mean = out if operand.dtype == out.dtype else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
@@ -226,7 +229,7 @@ class Exchange(ABC):
             out.copy_(mean)
 
     def deliver(self, good: bool) -> None:
-        """Write the averages; commit the feedback if the whole step is good on all ranks, and roll it back if not."""
+        """Write the averages; commit the feedback if the whole step is good on all ranks, else roll it back."""
         begin = time.perf_counter()
         self._decided = True
         self._finish_feedback(good)
@@ -240,7 +243,7 @@ class Exchange(ABC):
         self.decode_seconds += time.perf_counter() - begin
 
     def abandon(self) -> None:
-        """The step broke off: roll the feedback back, leave the tensors."""
+        """Roll the feedback back after a step that was broken off; the tensors stay as they are."""
         if not self._decided:
             self._decided = True
             self._finish_feedback(good=False)
@@ -267,7 +270,7 @@ class Exchange(ABC):
                 self.norms[operand.key] = Norms(before, squared_norm(lost))
 
     def _roll_back_if_bad(self, bad: Tensor) -> None:
-        """Roll feedback back, which is committed already, where the device has found that the step does not count."""
+        """Roll back feedback that is already committed, where ``bad``, on the device, says that the step is bad."""
         by_state: dict[int, list[Operand]] = {}
         for operand in self.operands:
             if operand.compensated:
@@ -293,31 +296,31 @@ class Exchange(ABC):
             self.norms[operand.key] = norms
 
     def _commits_early(self, operand: Operand) -> bool:
-        """Whether its feedback commits before the step is decided, and rolls back if it has to."""
+        """Return whether the operand's feedback commits before the step is decided, and rolls back if it has to."""
         return operand.feedback is not None and operand.feedback.can_roll_back(operand.x)
 
     def _codec(self, operand: Operand) -> Codec:
-        """What this rank's payload of an operand is encoded with."""
+        """Return the codec of this rank's payload of an operand."""
         return operand.codec
 
     def _encode(self, operand: Operand, out: Tensor | None = None) -> tuple[bool, Tensor]:
-        """(whether it is finite, its payload), compensated by the residual; the payload is kept."""
+        """Compensate and encode an operand, and keep its payload; return (whether it is finite, its payload)."""
         finite, payload = self._encoded(operand, out)
         self._payloads.append(payload)
         return finite, payload
 
     def _encoded(self, operand: Operand, out: Tensor | None = None) -> tuple[bool, Tensor]:
-        """The same, and nothing is kept."""
+        """As :meth:`_encode`, without keeping the payload."""
         seed = operand.seed_of(self.peers.rank)
         codec, feedback, x = self._codec(operand), operand.feedback, operand.x
-        # Where there is no residual yet, zeros make one, so that a state has one for every layer.
+        # A first gradient of zeros is encoded with feedback, too, so that the state has a residual for every layer.
         ahead = self.findings is not None
         if feedback is not None and (
             ahead or operand.incremental or not feedback.holds(operand.key) or _any_nonzero(x)
         ):
             if not self.has_owners:
                 feedback.reclaim_owner_error(operand.key)
-            early = self._commits_early(operand)  # while it is in the caches and other ranks still compute
+            early = self._commits_early(operand)  # commit while x is in the caches and other ranks still compute
             fused = early and not self.measure
             finite, payload = feedback.encode(
                 operand.key, x, codec, shape=operand.shape, seed=seed, out=out, commit=fused

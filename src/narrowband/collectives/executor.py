@@ -1,4 +1,4 @@
-"""A thread that runs what it is given, one after the other."""
+"""A thread that runs the functions posted to it, one after the other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["SerialExecutor"]
 class SerialExecutor:
     """A thread that runs functions in the order in which they were posted.
 
-    The thread starts with the first post, and never keeps the interpreter from exiting.
+    The first post starts the thread. The thread is a daemon: it does not keep the interpreter from exiting.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
 
     Example:
         >>> executor = SerialExecutor("example")
@@ -33,16 +33,16 @@ class SerialExecutor:
         self._thread: threading.Thread | None = None
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run ``function`` on the thread, after everything posted before. It must not raise."""
+        """Run ``function`` on the thread, after everything posted before. ``function`` must not raise."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
         self._inbox.put(function)
 
     def close(self) -> None:
-        """Wait until everything posted has run, and end the thread.
+        """Wait until everything posted has run, for 5 seconds at most, and end the thread.
 
-        A thread that is inside native code when the interpreter exits takes the process down with it.
+        A thread that is inside native code when the interpreter exits crashes the process.
         """
         self._inbox.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -51,4 +51,4 @@ class SerialExecutor:
     def _loop(self) -> None:
         while (function := self._inbox.get()) is not None:
             function()
-            function = None  # while it waits, the thread keeps nothing alive: whose end should end the thread
+            function = None  # a waiting thread must not keep alive the object whose finalizer ends the thread

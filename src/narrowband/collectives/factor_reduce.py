@@ -1,17 +1,17 @@
-"""PowerSGD's way to average matrices: two all-reduces of factors (Vogels et al., arXiv 1905.13727, algorithm 1).
+"""PowerSGD's average of matrices: two all-reduces of low-rank factors (Vogels et al., arXiv 1905.13727, algorithm 1).
 
-For every matrix M (n × m) of a rank, and a factor Q that all ranks have in common::
+For every matrix M (n × m) of a rank, and a factor Q that is equal on all ranks::
 
     Q: orthogonalize
     P = M·Q           all-reduce, orthogonalize
     Q = Mᵀ·P          all-reduce, divide by the number of ranks
     average ≈ P·Qᵀ    the rest of M is the residual
 
-The P of all matrices of an exchange travel as one all-reduce, and so do the Q. Matrices that are not worth factoring
-ride along with P. Matrices of equal shape take part in one batched product, as far as their memory lies side by side.
-Factors lie row by row (Qᵀ, Pᵀ): the products are several times faster so.
+One all-reduce carries the P of all matrices of an exchange, and one carries the Q. Matrices that are not worth
+factoring travel uncompressed with P. Matrices of equal shape take part in one batched product, where their memory is
+contiguous. Factors are stored transposed (Qᵀ, Pᵀ), which makes the products several times faster.
 
-Inf and NaN survive both sums, which are the same on every rank, so all know of them with no flag.
+Inf and NaN survive both sums, and the sums are the same on every rank. So all ranks know of them without a flag.
 """
 
 from __future__ import annotations
@@ -46,34 +46,36 @@ if TYPE_CHECKING:
 
 __all__ = ["Block", "FactorReduce", "Matrix", "views"]
 
-#: A gradient with an element as large as this is broken. Below it no product of a step leaves float32, so that a step
-#: in which all ranks' gradients stay below is known to be good before its factors have arrived.
+#: Gradients with an element of this magnitude or more count as not finite. Below it, no product of a step overflows
+#: float32. So a step in which all ranks' gradients stay below is known to be good before its factors have arrived.
 TOO_LARGE = 2.0**40
 
 
 @dataclass(eq=False)
 class Matrix:
-    """One tensor to average, n × m; r = 0: as it is."""
+    """One tensor to average, n × m, by factors of rank r; r = 0: it is averaged uncompressed."""
 
     operand: Operand
     n: int
     m: int
     r: int
-    #: The gradient with the residual; after the step, with the residual then.
+    #: The residual's memory. From encoding on it holds gradient + residual; the next step subtracts the product of the
+    #: factors that were sent. None without error feedback.
     residual: Tensor | None
-    #: What is averaged: ``residual``, or else the gradient.
+    #: The tensor that is averaged: ``residual``, or else the gradient.
     values: Tensor
-    #: The residual before, where the gradient's own memory cannot hold it.
+    #: The residual before this step, to roll back to: in the gradient's memory if that is float32.
     before: Tensor | None = None
-    #: Whether this rank has a gradient here; where it is exactly zero it sends zeros, and receives the average.
+    #: Whether this rank's gradient is not exactly zero. Where it is zero, the rank sends zeros, keeps its residual, and
+    #: receives the average.
     takes_part: bool = True
 
 
 @dataclass(eq=False)
 class Block:
-    """Matrices of one shape and rank that take part in one product.
+    """Matrices of one shape and rank that take part in one batched product.
 
-    ``turned``: the transposed matrices do, and n and m are the other way round.
+    ``turned``: the product is of the transposed matrices, with n and m exchanged.
     """
 
     matrices: list[Matrix]
@@ -83,12 +85,12 @@ class Block:
     turned: bool = False
 
     def left_right(self) -> tuple[Tensor, Tensor]:
-        """The factors of the rows and of the columns of the matrices as they lie in memory."""
+        """Return the factors of rows and of columns, of the matrices as they lie in memory (not transposed)."""
         return (self.q, self.p) if self.turned else (self.p, self.q)
 
 
 class FactorReduce(Exchange):
-    """PowerSGD; see the module."""
+    """Average matrices by all-reduces of low-rank factors; see the module."""
 
     name: ClassVar[str] = "factor_reduce"
     decided_by_encoding: ClassVar[bool] = True
@@ -125,7 +127,7 @@ class FactorReduce(Exchange):
             raise TypeError(f"factors of low rank are kept by powersgd, not by {state!r}")
         self._state = state
         self._whole: list[Matrix] = []
-        self._parts: list[Tensor] = []  # what these send
+        self._parts: list[Tensor] = []  # what the matrices in ``_whole`` send
         self._blocks: list[Block] = []
 
     @property
@@ -157,14 +159,17 @@ class FactorReduce(Exchange):
                 self._parts.append(flat / self.peers.size if matrix.takes_part else torch.zeros_like(flat))
 
     def _form(self, matrix: Matrix) -> tuple[int, int, int, bool]:
-        """(n, m, r, turned) of the block that a matrix takes part in."""
+        """Return (n, m, r, turned) of the block that a matrix belongs to."""
         return matrix.n, matrix.m, matrix.r, False
 
     def _begin_with(self, matrices: list[Matrix], q: Tensor) -> bool:
-        """The factors that all ranks have in common, with orthonormal rows, which keeps those of P apart.
+        """Write into ``q`` the factors that the step starts with, equal on all ranks, with orthonormal rows.
 
-        A row of zeros, and one that depends on the others, would stay so for ever: a new one is drawn in its place,
-        which is not orthonormal to the rest. Returns whether one was.
+        Orthonormal rows keep the rows of P apart. A row that is zero, or linearly dependent on others, would stay so
+        forever: it is replaced by a newly drawn row, which is not orthonormal to the rest.
+
+        Returns:
+            Whether a row was drawn.
         """
         length = q.shape[-1]
         for matrix, rows in zip(matrices, q, strict=True):
@@ -187,19 +192,20 @@ class FactorReduce(Exchange):
             self._locally_finite &= kernels.all_finite(values.view(-1), below=TOO_LARGE)
             return Matrix(operand, n, m, r, None, values.view(n, m) if r else values, takes_part=takes_part)
         if not r or not takes_part:
-            state.residual(operand.key)  # subtracts what the last step has sent
+            state.residual(operand.key)  # for its side effect: subtracts the factors that the last step sent
         residual = state.matrix(operand.key, *((n, m) if r else (1, x.numel())), x.device)
         matrix = Matrix(operand, n, m, r, residual, residual, takes_part=takes_part)
         if takes_part:
-            matrix.before = x if x.dtype == torch.float32 else x.float()  # will hold the residual before
+            matrix.before = x if x.dtype == torch.float32 else x.float()  # will hold the residual before this step
             if not r:
                 self._locally_finite &= kernels.compensate(matrix.before, residual.view(-1), below=TOO_LARGE)
         return matrix
 
     def _compensate(self, block: Block) -> None:
-        """Add the residual to the gradients, and P of the sums: in one pass, matrix by matrix, or in one product.
+        """Add the residuals to the gradients, and compute P of the sums.
 
-        The pass goes along rows, and P of a transposed matrix is a product by itself.
+        A fused kernel does both in one pass over each matrix. It goes along rows, so for transposed matrices, and where
+        the kernel cannot be used, P is computed for the whole block by one batched product.
         """
         one_pass = kernels.fuses(block.values)
         projects = one_pass and not block.turned
@@ -227,7 +233,7 @@ class FactorReduce(Exchange):
             self._project(block)
 
     def _side_by_side(self, alike: list[Matrix]) -> list[tuple[list[Matrix], Tensor]]:
-        """Those whose memory lies side by side, as one tensor."""
+        """Split matrices into groups whose memory is contiguous, each with one tensor that covers it."""
         cut: list[tuple[list[Matrix], Tensor]] = []
         for matrix in alike:
             if cut and matrix.residual is not None:
@@ -240,7 +246,7 @@ class FactorReduce(Exchange):
         return cut
 
     def _project(self, block: Block) -> None:
-        """P, of what this rank has."""
+        """Compute P of this rank's matrices."""
         torch.bmm(block.q, block.values.mT, out=block.p)
         self._leave_out(block, block.p)
 
@@ -292,12 +298,12 @@ class FactorReduce(Exchange):
                 self.encode_seconds += time.perf_counter() - begin
 
     def _sum(self, x: Tensor, factors: Sequence[Tensor], parts: Sequence[Tensor] = ()) -> Transfer:
-        """The sum over all ranks, in place.
+        """Return the transfer that sums ``x`` over all ranks, in place, and count its bytes.
 
         Args:
-            x: what is added up: all that follows, end to end.
-            factors: of each block, (count, r, n).
-            parts: of what is not factored.
+            x: ``factors`` and ``parts``, end to end.
+            factors: the factors of each block, (count, r, n).
+            parts: the tensors that are not factored.
         """
         if self.peers.size == 1:
             return Transfer(lambda: None, later=["group"])
@@ -312,7 +318,7 @@ class FactorReduce(Exchange):
         return Transfer(lambda: dist.all_reduce(x, group=self.peers.group, async_op=True), later=["group"])
 
     def _measure(self) -> None:
-        """P has orthonormal rows, so what the factors hold of a matrix is as long as its product with P."""
+        """Measure the error: as P has orthonormal rows, the norm of a matrix's approximation is that of its Q."""
         for block in self._blocks:
             for matrix, values, q in zip(block.matrices, block.values, block.q, strict=True):
                 if matrix.takes_part:
@@ -333,7 +339,7 @@ class FactorReduce(Exchange):
             self._keep()
 
     def _keep(self) -> None:
-        """What the next step starts with, and what its residuals are to lose first."""
+        """Keep the factors that the next step starts with, and those that it will subtract from its residuals."""
         for block in self._blocks:
             for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
                 self._state.keep(matrix.operand.key, q)
@@ -341,7 +347,7 @@ class FactorReduce(Exchange):
                     self._state.record_sent(matrix.operand.key, p, q)
 
     def _averages(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """The factors of the averages, of rows and of columns."""
+        """Yield the factors of each block's averages: of rows and of columns."""
         for block in self._blocks:
             yield block, block.p, block.q
 
@@ -362,6 +368,6 @@ class FactorReduce(Exchange):
 
 
 def views(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive pieces of a flat tensor, in the shapes of these."""
+    """Return consecutive pieces of a flat tensor as views, in the shapes of these tensors."""
     ends = itertools.accumulate(one.numel() for one in alike)
     return [flat[end - one.numel() : end].view_as(one) for one, end in zip(alike, ends, strict=True)]

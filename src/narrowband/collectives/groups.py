@@ -1,11 +1,11 @@
-"""Process groups that are used again.
+"""Lend process groups, and reuse those that are given back.
 
-An engine needs a process group of its own: collectives of other threads must not slip between its own. PyTorch cannot
-safely end one and make another among the same ranks: it names them by how many there are, so a later group finds the
-addresses of the one that has ended, and ranks that end theirs at different times (garbage collection does) name the
-next one differently. So a group that is given back is kept, and lent again. Who borrows agrees with the other ranks on
-a group that all of them have at hand; only if there is none, all make a new one. A process holds as many groups as it
-ever needed at one time.
+An engine needs a process group of its own, so that collectives of other threads cannot come between its own. PyTorch
+cannot safely destroy a group and create another one among the same ranks. It names groups by how many there are, so a
+later group finds the addresses of the destroyed one; and ranks that destroy theirs at different times, as garbage
+collection does, name the next one differently. So a group that is given back is kept, and lent again. Borrowing is
+collective: the ranks agree on a group that is free on all of them, and create a new one only if there is none. So a
+process holds as many groups as it ever needed at one time.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ __all__ = ["Loan", "borrow", "can_send_from", "group_of", "new_group"]
 
 @dataclass(eq=False)
 class Loan:
-    """A group that its borrower has for itself."""
+    """A process group that is lent to one borrower alone."""
 
     group: dist.ProcessGroup
     number: int
     _shelf: _Shelf
-    #: Whether a collective failed in it: nobody can have it any more.
+    #: Whether a collective failed in the group, which then cannot be lent again.
     broken: bool = False
 
     def give_back(self) -> None:
-        """Let the next one have it, when nothing of this rank is on its way in it. A broken one is let go of: its
-        connections are closed when nobody holds it.
+        """Make the group free for the next borrower. Call it when no collective of this rank is in flight in the group.
+
+        A broken group is released instead: its connections are closed when nothing refers to it any more.
         """
         if not self.broken:
             self._shelf.free[self.number] = self.group
@@ -47,10 +48,10 @@ class Loan:
 
 
 class _Shelf:
-    """The groups that were made among the ranks of one group, with one backend and time-out."""
+    """The groups created for one set of ranks, one backend and one time-out."""
 
     def __init__(self) -> None:
-        #: PyTorch holds them, until they are destroyed.
+        #: Number → group. Weak references: PyTorch holds groups until they are destroyed.
         self.free: weakref.WeakValueDictionary[int, dist.ProcessGroup] = weakref.WeakValueDictionary()
         self.next_number = 0
 
@@ -59,7 +60,7 @@ _shelves: dict[tuple[object, ...], _Shelf] = {}
 
 
 def borrow(like: dist.ProcessGroup, device: torch.device) -> Loan:
-    """A group of the same ranks, backend and time-out as ``like``, for one borrower alone. Call on all of its ranks."""
+    """Borrow a group with the ranks, backend and time-out of ``like``, for this borrower alone. All ranks must call."""
     ranks = dist.get_process_group_ranks(like)
     backend, timeout = dist.get_backend(like), _timeout_of(like, device)
     shelf = _shelves.setdefault((tuple(ranks), backend, timeout), _Shelf())
@@ -77,15 +78,15 @@ def borrow(like: dist.ProcessGroup, device: torch.device) -> Loan:
     return Loan(new_group(ranks, like, timeout), number, shelf)
 
 
-#: Groups that were made of some ranks, by these and the backend.
+#: (ranks, backend, time-out) → the group that :func:`group_of` created.
 _made: weakref.WeakValueDictionary[tuple[object, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
 
 
 def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of some ranks of another one, with its backend and time-out. Call on all ranks of the other one, each of
-    which names those that it will be together with.
+    """Return the group of some ranks of ``like``, with its backend and time-out, and create it if needed.
 
-    It is made once in a process: ranks borrow theirs from it.
+    All ranks of ``like`` must call; each passes the ranks of its own new group. The group is created once per process.
+    Callers do not communicate in it: they :func:`borrow` groups like it.
     """
     timeout = _timeout_of(like, device)
     key = (*ranks, dist.get_backend(like), timeout)
@@ -97,8 +98,9 @@ def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device
 
 
 def new_group(ranks: Sequence[int], like: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A new group of some ranks of another one, with its backend. Call on all ranks of the other one, each of which
-    names those that it will be together with.
+    """Create a group of some ranks of ``like``, with its backend.
+
+    All ranks of ``like`` must call; each passes the ranks of its own new group.
     """
     return _new_group(ranks, like, timeout, _agreed_number(like))
 
@@ -116,36 +118,36 @@ def _new_group(
             list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
         )
     finally:
-        world.group_count = held  # ranks that take no part have to go on with the same names for groups of their own
+        world.group_count = held  # ranks that take no part have not counted: keep names equal
     return made
 
 
 @functools.cache
 def _names_by_count() -> bool:
-    """Whether PyTorch names a group by its ranks and by how many groups were made, as from 2.14 on; before, it was by
-    how many there are.
+    """Return whether PyTorch names a group by its ranks and by how many groups were ever created (from 2.14 on).
+
+    Older versions name it by how many groups exist.
     """
     naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
     return naming is None or "group_count" in naming.__code__.co_names
 
 
-#: The number of the group that is made next: far above whatever PyTorch counts for others.
+#: The number of the next group that is created here: far above what PyTorch counts for other groups.
 _next_number = 1 << 32
 
 
 def _agreed_number(like: dist.ProcessGroup, *, needed: bool = True) -> int:
-    """Let all ranks of a group give the same name to the group that they make next, where any of them is about to make
-    one.
+    """Let the ranks of a group agree on the name of the group that they create next, if any rank needs one.
 
-    PyTorch names a group by its ranks and a number that each process counts for itself: how many groups it made, or, in
-    older versions, how many it holds. Ranks that count differently, such as after ``new_group([0])``, would look for
-    each other under different names until time is up. So they agree on the number; where it cannot be set, those that
-    hold fewer groups make groups of themselves alone.
+    PyTorch names a group by its ranks and by a number that each process counts for itself: how many groups it has
+    created, or, in older versions, how many it holds. Ranks with different counts, as after ``new_group([0])``, would
+    look for each other under different names until the time-out. So the ranks agree on the number. Where the number
+    cannot be set (older versions), ranks that hold fewer groups create groups of themselves alone until counts match.
 
     Returns:
-        The number, which no group of theirs had before.
+        The number, which none of their groups had before.
     """
-    global _next_number  # noqa: PLW0603 - it counts what this process names, as PyTorch does
+    global _next_number  # noqa: PLW0603 - a count per process, as PyTorch's own
     held = len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001 - there is no other way
     of_all: list[Any] = [None] * dist.get_world_size(like)
     dist.all_gather_object(of_all, (held, _next_number, needed), group=like)
@@ -159,7 +161,9 @@ def _agreed_number(like: dist.ProcessGroup, *, needed: bool = True) -> int:
 
 
 def can_send_from(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether a group has a backend for tensors there: NCCL's has none on the CPU, unless gloo stands beside it
+    """Return whether a group has a backend for tensors on ``device``.
+
+    An NCCL group has none for CPU tensors, unless it was created with gloo beside NCCL
     (``init_process_group("cpu:gloo,cuda:nccl")``, PyTorch's default).
     """
     with contextlib.suppress(RuntimeError):
@@ -168,14 +172,14 @@ def can_send_from(group: dist.ProcessGroup | None, device: torch.device) -> bool
 
 
 def _alive(group: dist.ProcessGroup) -> bool:
-    """Whether it is still one: the end of the default group ends all."""
+    """Return whether a group still exists: destroying the default group destroys all groups."""
     with contextlib.suppress(KeyError, ValueError, RuntimeError):
         return bool(dist.get_process_group_ranks(group))
     return False
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long collectives of a group wait."""
+    """Return the time-out of a group's collectives; None if the backend has no options."""
     try:
         options = group._get_backend(device).options
     except (RuntimeError, AttributeError):  # a backend without options

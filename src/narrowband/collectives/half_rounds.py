@@ -1,8 +1,8 @@
-"""PowerSGD by half rounds: each all-reduce brings one factor, and what it finds counts at once.
+"""PowerSGD by half rounds: each all-reduce averages one factor, and its approximation is used at once.
 
-A round of power iteration finds P from Q, and Q from P. PowerSGD's paper makes it whole before it uses anything. The
-authors' package (github.com/epfml/powersgd) uses either half. For every matrix M (n × m) of a rank, so many times in
-a step as ``halves`` says::
+A round of power iteration computes P from Q, and Q from P. In PowerSGD's paper, a step completes the round before it
+uses the factors. The authors' package (github.com/epfml/powersgd) uses the result of each half. For every matrix M
+(n × m) of a rank, ``halves`` times per step::
 
     Q: orthogonalize                   or, the next time, the other way round:    P: orthogonalize
     P = M·Q                                                                       Q = Mᵀ·P
@@ -11,15 +11,15 @@ a step as ``halves`` says::
     average = average + P·Qᵀ
     go on with P                                                                  go on with Q
 
-What is left of M is the residual. A step goes on from the factor of the step before, so that with an odd number the
-sides take turns over steps, too.
+What is left of M is the residual. A step continues from the factor of the step before, so that with odd ``halves`` the
+sides alternate over steps, too.
 
-One half round per step sends half of what a round does, by one all-reduce instead of two. Two send as much as a round,
-and lose less, because the first is not spent on finding a factor alone.
+One half round per step sends half the bytes of a round, by one all-reduce instead of two. Two half rounds send as much
+as a round, and lose less, because the first one contributes to the average instead of only finding a factor.
 
-Here M is left as it is within a step: a later product loses what the earlier ones hold of M, which takes r × r numbers
-more, and no pass over the matrix. A residual loses its own factors' product, and not the average's: so it does not grow
-with the differences between ranks.
+This implementation does not change M within a step. Instead it subtracts from each later product what the earlier
+factors hold of M, which takes r × r more numbers, and no pass over the matrix. A residual loses the product of the
+rank's own factors, not of the averaged ones, so it does not grow with the differences between ranks.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ __all__ = ["HalfRounds"]
 
 
 class _Found:
-    """What the half rounds of a step have found of a block's matrices, one after the other.
+    """The factors that the half rounds of a step have found for a block's matrices, in order.
 
-    The factors are those of the matrices as they lie in memory: (count, r, n) and (count, r, m) of each half round.
+    Factors are of the matrices as they lie in memory, not transposed: (count, r, n) and (count, r, m) per half round.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _Found:
         self.products.append(block.p)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """(count, h·r, n) and (count, h·r, m) of all h half rounds."""
+        """Return the factors of all h half rounds: (count, h·r, n) and (count, h·r, m)."""
         return torch.cat(self._left, dim=1), torch.cat(self._right, dim=1)
 
 
@@ -85,7 +85,7 @@ class HalfRounds(FactorReduce):
         return matrix.n, matrix.m, matrix.r, turned
 
     def _begin_with(self, matrices: list[Matrix], q: Tensor) -> bool:
-        """The average is what is seen through these rows, so all have to be orthonormal."""
+        """As in the base class; all rows are made orthonormal, because the average is a projection onto them."""
         drawn = super()._begin_with(matrices, q)
         if drawn:
             q.copy_(kernels.orthonormalize(q))
@@ -121,7 +121,7 @@ class HalfRounds(FactorReduce):
             self._measure()
 
     def _turn(self, block: Block, own: _Found) -> None:
-        """The next half round, on the other side: what was found there is what all ranks have in common now."""
+        """Begin the next half round, on the other side: the averaged factor is now the one that all ranks share."""
         common = kernels.orthonormalize(block.p)
         block.turned, block.values = not block.turned, block.values.mT
         product = torch.bmm(common, block.values.mT)
@@ -132,7 +132,7 @@ class HalfRounds(FactorReduce):
         self._leave_out(block, block.p)
 
     def _measure(self) -> None:
-        """A half round takes from a matrix as much of its squared norm as its own product has."""
+        """Measure the error: a half round reduces a matrix's squared norm by the squared norm of its product."""
         for block, own in zip(self._blocks, self._own, strict=True):
             for i, (matrix, values) in enumerate(zip(block.matrices, block.values, strict=True)):
                 if matrix.takes_part:

@@ -1,4 +1,4 @@
-"""One tensor to average, and what it is sent with."""
+"""One tensor to average, with its codec and feedback."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Operand:
     """One tensor to average.
 
     Attributes:
-        key: names its feedback state.
-        x: the gradient, flat and contiguous. Until the end of the step its content belongs to the exchange.
+        key: the key of its feedback state.
+        x: the gradient, flat and contiguous. The exchange may overwrite it until the end of the step.
         shape: the shape that the codec sees.
-        codec: what it is encoded with.
-        feedback: what makes up for what the codec loses, if anything does.
+        codec: encodes the tensor.
+        feedback: compensates for the codec's error; None: nothing does.
         seed: rank → seed of that rank's encoding in this step.
-        index: among the tensors of the model, whatever exchange it is in.
-        out: where the average goes, flat, contiguous, of the dtype of ``x``; None: into ``x``.
+        index: its index among all tensors of the model, whatever exchange it is in.
+        out: where the average is written: flat, contiguous, of the dtype of ``x``; None: into ``x``.
     """
 
     key: str
@@ -41,28 +41,28 @@ class Operand:
     seed: Callable[[int], int]
     index: int = 0
     out: Tensor | None = None
-    #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: this rank then sends
-    #: nothing and keeps its residual, so that a layer no rank used (whose average DDP ignores) loses nothing.
-    #: Incremental feedback always takes part: the change to zero has to be sent.
+    #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: this rank then
+    #: encodes the zeros and keeps its residual, so that a layer that no rank used, whose average DDP ignores, loses
+    #: nothing. Incremental feedback always takes part, because the change to zero has to be sent.
     compensated: bool = field(default=False, init=False)
     #: Whether the feedback has been committed.
     committed: bool = field(default=False, init=False)
 
     @property
     def incremental(self) -> bool:
-        """Whether payloads add to what all ranks hold, see :class:`~narrowband.feedback.State`."""
+        """Whether payloads are changes of a tensor that all ranks hold, see :class:`~narrowband.feedback.State`."""
         return self.feedback is not None and self.feedback.incremental
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is encoded and decoded."""
+        """The dtype in which the codec encodes and decodes."""
         return torch.float32 if self.incremental else self.x.dtype
 
     @property
     def average(self) -> Tensor:
-        """Where the average goes."""
+        """The tensor that the average is written to."""
         return self.x if self.out is None else self.out
 
     def seed_of(self, rank: int) -> int:
-        """The seed of a rank's encoding."""
+        """Return the seed of a rank's encoding: one for all ranks where the codec shares its seed."""
         return self.seed(0 if self.codec.shared_seed else rank)

@@ -1,7 +1,7 @@
-"""Who averages with whom: the ranks among which payloads travel.
+"""The ranks that average with each other, by exchanging payloads.
 
-Where a node has several ranks, these are the ranks that hold the same shard on every node. What happens inside a node
-is a place's business (:mod:`narrowband.gradients.levels`).
+Where a node has several ranks, peers are the ranks that hold the same shard, one per node. Communication inside a node
+is not done here but in :mod:`narrowband.gradients.levels`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Peers"]
 
 @dataclass(eq=False)
 class Peers:
-    """The ranks that average.
+    """The ranks that average with each other.
 
     Attributes:
         group: their process group; None: the default group.
         rank: this process's rank in the group.
         size: number of ranks.
-        pairs: sends from rank to rank, one message after the other, where the backend's own collectives are slow; None:
-            the backend's are used.
+        pairs: the thread for point-to-point exchanges, which replace the backend's collectives where these are slow;
+            None: the backend's collectives are used.
     """
 
     group: dist.ProcessGroup | None
@@ -36,14 +36,14 @@ class Peers:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Peers:
-        """The ranks of a group."""
+        """Return the peers that are the ranks of a group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def open_pairs(self, device: torch.device) -> None:
-        """Make :attr:`pairs`, where the backend's collectives are slow: gloo's. Does nothing the second time.
+        """Create :attr:`pairs` where the backend's collectives are slow (gloo). A second call does nothing.
 
         Args:
-            device: where tensors live. Gloo has messages from rank to rank for CPUs alone.
+            device: the device of the tensors. Gloo has point-to-point messages for CPU tensors only.
         """
         if self.pairs is None and device.type == "cpu" and dist.get_backend(self.group) == "gloo":
             self.pairs = SerialExecutor("narrowband-pairs")

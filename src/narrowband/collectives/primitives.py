@@ -1,5 +1,6 @@
-"""What exchanges are made of: pieces of flat tensors, and collectives of ``torch.distributed``, under one name for all
-versions and for one rank alone.
+"""Building blocks of exchanges: slices of flat tensors, and collectives of ``torch.distributed``.
+
+The functions have the same names with all versions of PyTorch, and also work among one rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = [
     "spans_of",
 ]
 
-#: Of messages from rank to rank: they may travel in a group in which users send messages, too, by default with tag 0.
+#: The tag of point-to-point messages. Users may send messages in the same group, by default with tag 0.
 _TAG = 0x6E62
 
 #: Named all_gather_into_tensor before PyTorch 2.13.
@@ -43,12 +44,12 @@ all_to_all_single: Callable[..., dist.Work | None] = dist.all_to_all_single
 
 
 def concatenated(pieces: Sequence[Tensor]) -> Tensor:
-    """Flat tensors end to end; a single one as it is."""
+    """Concatenate flat tensors; a single tensor is returned as it is, not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def spans_of(sizes: Sequence[int]) -> list[slice]:
-    """Consecutive slices of these sizes."""
+    """Return consecutive slices of these sizes."""
     spans, at = [], 0
     for size in sizes:
         spans.append(slice(at, at + size))
@@ -57,7 +58,7 @@ def spans_of(sizes: Sequence[int]) -> list[slice]:
 
 
 def all_gather(out: Tensor, x: Tensor, peers: Peers) -> dist.Work | None:
-    """``out[r]`` ← rank r's ``x``. Returns None where it is done already."""
+    """``out[r]`` ← rank r's ``x``. Returns None if it is already done (one rank)."""
     if peers.size == 1:
         out.view(-1).copy_(x)
         return None
@@ -65,13 +66,13 @@ def all_gather(out: Tensor, x: Tensor, peers: Peers) -> dist.Work | None:
 
 
 def all_gather_in_pairs(out: Tensor, x: Tensor, peers: Peers) -> Pending:
-    """The same by messages from rank to rank; ``peers`` has to have :attr:`~Peers.pairs`."""
+    """As :func:`all_gather`, by point-to-point messages; requires :attr:`Peers.pairs`."""
     assert peers.pairs is not None
     return _Rotation(list(out), [x] * peers.size, peers, peers.pairs)
 
 
 def all_to_all(out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], peers: Peers) -> Pending | None:
-    """Piece r of ``x`` goes to rank r, and piece r of ``out`` comes from it. Returns None where it is done already."""
+    """Send piece r of ``x`` to rank r, and receive piece r of ``out`` from it. Returns None if it is already done."""
     if peers.size == 1:
         out.view(-1).copy_(x)
         return None
@@ -82,11 +83,11 @@ def all_to_all(out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], p
 
 
 class _Rotation:
-    """All-to-all in N − 1 steps, in each of which every rank sends to one rank and receives from one.
+    """All-to-all in N − 1 steps; in each step, every rank sends to one rank and receives from one.
 
-    For gloo, whose own all-to-all sends to all ranks at once: N − 1 senders then meet at each receiver and get two
-    thirds of a link through, where this gets nine tenths. A single message of gloo's has no future, so a thread waits
-    for it. There is one thread for all rotations of a handle: one ends before the next begins, on every rank.
+    It replaces gloo's own all-to-all, which sends to all ranks at once: N − 1 senders then meet at each receiver and
+    use two thirds of a link, where the rotation uses nine tenths. Gloo's point-to-point messages have no future, so a
+    thread waits for them. All rotations of a handle share one thread: one ends before the next begins, on every rank.
     """
 
     def __init__(self, into: Sequence[Tensor], parts: Sequence[Tensor], peers: Peers, executor: SerialExecutor) -> None:

@@ -1,16 +1,17 @@
-"""Scatter-reduce: each rank averages one chunk of every tensor, and sends that average to all.
+"""Scatter-reduce: each rank owns one chunk of every tensor, averages it, and sends the average to all ranks.
 
-An all-to-all brings the chunks to their owners; each owner decodes and adds the payloads of its chunk, and encodes the
-mean again; an all-gather brings the means to all. A rank sends 2·(N−1)/N · P bytes among N ranks, for payloads of P
-bytes, whatever N is.
+An all-to-all brings the chunks to their owners. Each owner decodes the payloads of its chunk, averages them, and
+encodes the mean again. An all-gather brings the means to all ranks. For payloads of P bytes, a rank among N sends
+2·(N−1)/N · P bytes: less than 2·P, however many ranks there are.
 
-Encoding the mean again loses something, too. With feedback, the owner keeps that error, and adds it to the next mean of
-its chunk (1-bit Adam's server error): it takes 1/N of a residual's memory. The error must not go into the owner's
-residual instead, times N because one rank's residual counts 1/N: what the owner then encodes is N times as large as
-a gradient, and so is what it loses.
+Encoding the mean is lossy, too. With feedback, the owner keeps that error and adds it to the next mean of its chunk
+(1-bit Adam's server error), which takes 1/N of a residual's memory. The error must not go into the owner's residual
+instead. There it would have to be multiplied by N, because one rank's residual counts 1/N in the mean; the owner would
+then encode a tensor N times as large as a gradient, and lose N times as much.
 
-With feedback a codec has to lose less than it is given, see :attr:`~narrowband.codecs.Codec.lost_share`. A mean of
-payloads is harder to encode than a gradient: where residuals still settle by all-gather, errors of owners may grow.
+With feedback, a codec's squared error has to be smaller than the squared norm of its input, see
+:attr:`~narrowband.codecs.Codec.lost_share`. A mean of payloads is harder to encode than a gradient: owners' errors may
+grow with codecs whose residuals stay bounded under all-gather.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ScatterReduce"]
 
-#: Changes the seed, so that the second encoding does not draw what the first has drawn.
+#: XORed with the seed, so that the second encoding draws other random numbers than the first.
 _SECOND_DRAW = 0x5BD1E995
 
 
 class ScatterReduce(Exchange):
-    """See the module."""
+    """Average by all-to-all and all-gather of chunks; see the module."""
 
     name: ClassVar[str] = "scatter_reduce"
     overhead_nbytes: ClassVar[int] = 1 << 16  # 0.5 ms at 1 Gbit/s
@@ -113,7 +114,7 @@ class ScatterReduce(Exchange):
         size, rank, device = self.peers.size, self.peers.rank, self.operands[0].x.device
         begin = time.perf_counter()
         sizes = [self._codec(operand).sizes(operand.x.numel()) for operand in self.operands]
-        self._columns = [[row[j] for row in sizes] for j in range(size)]  # of each rank's chunks
+        self._columns = [[row[j] for row in sizes] for j in range(size)]  # payload sizes of each rank's chunks
         to_each = [sum(column) + TRAILER for column in self._columns]
         send = self._by_owner(sizes, torch.empty(sum(to_each), dtype=torch.uint8, device=device))
         received = torch.empty(size, to_each[rank], dtype=torch.uint8, device=device)
@@ -133,7 +134,7 @@ class ScatterReduce(Exchange):
         self.finite = not bool(self._received[:, -1].any())
 
     def _by_owner(self, sizes: Sequence[Sequence[int]], send: Tensor) -> Tensor:
-        """Write the payloads of chunks into ``send``, those of one owner after the other's, each with a trailer."""
+        """Write the payloads of all chunks into ``send``, owner by owner, with one trailer for each owner."""
         spans = [spans_of(row) for row in sizes]
         at = 0
         for owner in range(self.peers.size):
@@ -146,17 +147,17 @@ class ScatterReduce(Exchange):
         return send
 
     def _average_own(self, received: Tensor, second: Tensor) -> None:
-        """Average this rank's chunks, and encode the means into ``second``, with a trailer."""
+        """Average the chunks that this rank owns, and encode the means into ``second``, with a trailer."""
         size, rank = self.peers.size, self.peers.rank
         finite = not bool(received[:, -1].any())
-        self._errors: list[Tensor | None] = []  # what encoding the means loses, of each operand with feedback
+        self._errors: list[Tensor | None] = []  # of encoding the means; None without feedback
         for operand, span in zip(self.operands, spans_of(self._columns[rank]), strict=True):
             cut = self._codec(operand).cut(operand.x.numel())[rank]
             mean = torch.empty(cut.stop - cut.start, dtype=torch.float32, device=received.device)
             operand.codec.decode_mean(received[:, span], mean, seeds=[0] * size)
             feedback = operand.feedback
             if feedback is not None and kernels.all_zero(mean):
-                feedback = None  # nobody used the layer, and nobody looks at its average: what was lost waits
+                feedback = None  # no rank used the layer, so DDP ignores its average: keep the error for later
             before = None if feedback is None else feedback.owner_error(operand.key, cut)
             if before is not None:
                 mean += before

@@ -1,21 +1,21 @@
-"""Sparse reduce: each rank adds up the elements that it owns, and sends the largest sums to all.
+"""Sparse reduce: each rank adds up the elements that it owns, and sends the largest sums to all ranks.
 
-Top-k is gathered among few ranks: every rank receives all N payloads, (N−1) · P bytes per rank. Here a rank sends each
-of its k elements to the element's owner only. The owner adds up what it receives, and the 2·k/N largest of its sums go
-to all ranks. A rank sends about k + 2·k elements, times (N−1)/N, whatever N is: as in Ok-Topk (Li & Hoefler, PPoPP'22,
-arXiv 2201.07598), whose bound is 6k numbers, an element being two.
+Among few ranks, payloads of top-k are all-gathered: every rank receives all N payloads, (N−1) · P bytes per rank.
+Sparse reduce sends each of a rank's k elements to the element's owner only. The owner adds up the elements that it
+receives, and sends its 2·k/N largest sums to all ranks. So a rank sends about (k + 2·k) · (N−1)/N elements, as in
+Ok-Topk (Li & Hoefler, PPoPP'22, arXiv 2201.07598), whose bound is 6k numbers, where an element is two numbers.
 
-What is not among the largest sums is not delivered, and whoever has sent to it keeps its part in its own residual, as
-in Ok-Topk's algorithm 2. So the sum is kept: what was delivered, plus the mean of all residuals, is the mean of all
-gradients. Sums travel in float32, so that nothing is lost on the way back.
+A sum that is not among the largest is not delivered. Every rank that contributed to it keeps its contribution in its
+own residual, as in Ok-Topk's algorithm 2. So the sum is kept: what was delivered, plus the mean of all residuals, is
+the mean of all gradients. Sums travel in float32, so that nothing is lost on the way back.
 
-Ok-Topk cuts the tensor into N ranges and moves their bounds, from step to step, until owners have about as much. Here
-an owner's elements are spread over all of the tensor in small blocks (:mod:`narrowband.kernels.shares`), which makes
-owners even wherever the largest elements lie. There is nothing to move, to tell or to keep.
+Ok-Topk cuts the tensor into N ranges, and moves their bounds from step to step until owners have about as many elements
+each. Here an owner's elements are spread over the whole tensor in small blocks (:mod:`narrowband.kernels.shares`),
+which balances owners wherever the largest elements lie. There are no bounds to move, to communicate or to store.
 
-Sizes are fixed, once it is known how many elements are sent: by a threshold every rank keeps another number, so ranks
-tell each other, and the largest number counts. A message has room for √m more elements than the m that a rank has for
-an owner on average. Those that find no room, the smallest, wait in the residual.
+Message sizes are fixed as soon as the number of elements is known. A codec with a threshold keeps another number on
+every rank, so ranks exchange these numbers and use the largest. Where a rank has m elements for an owner on average, a
+message has room for m + √m. The smallest elements, if there are more, wait in the residual.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ if TYPE_CHECKING:
 
 __all__ = ["SparseReduce"]
 
-#: How many times as many sums are delivered, by all owners together, as a rank sends elements.
+#: Sums that all owners together deliver, as a multiple of the elements that one rank sends.
 _DELIVERED = 2
 
 _MOST = 2**31 - 1  # indices have 32 bits
 
 
 def _room(k: int, size: int) -> int:
-    """Elements that a message has room for, of a tensor of which a rank sends k."""
+    """Return how many elements of a tensor a message to one owner has room for, where a rank sends k in all."""
     return -(-k // size) + math.isqrt(k // size) + 1
 
 
 def _sums(k: int, share: int, size: int) -> int:
-    """Sums that an owner delivers of such a tensor."""
+    """Return how many sums of that tensor an owner delivers."""
     return min(share, -(-_DELIVERED * k // size))
 
 
 def _row_nbytes(k: int, n: int) -> int:
-    """Bytes of k float32 values, and of their indices below n."""
+    """Return the bytes of k float32 values and their indices, which are below n."""
     return 4 * k + aligned(kernels.elias_fano_nbytes(k, n))
 
 
 class SparseReduce(Exchange):
-    """See the module."""
+    """Average sparse tensors by their elements' owners; see the module."""
 
     name: ClassVar[str] = "sparse_reduce"
     overhead_nbytes: ClassVar[int] = 1 << 16
-    #: Gathered, all that was sent is delivered.
+    #: An all-gather delivers everything that was sent, so it is preferred up to twice the traffic.
     handicap: ClassVar[float] = 2.0
 
     @staticmethod
@@ -119,7 +119,7 @@ class SparseReduce(Exchange):
 
     def __init__(self, operands: Sequence[Operand], peers: Peers, *, measure: bool, state: State | None = None) -> None:
         super().__init__(operands, peers, measure=measure, state=state)
-        #: What payloads hold that had to be decoded to be counted, until it is sent.
+        #: Index of operand → (indices, values): payloads that had to be decoded to count their elements.
         self._elements: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _encode_all(self, operands: Sequence[Operand]) -> None:
@@ -127,7 +127,7 @@ class SparseReduce(Exchange):
             self._locally_finite &= self._encode(operand)[0]
 
     def _commits_early(self, operand: Operand) -> bool:
-        return False  # what arrives is known at the end
+        return False  # which elements are delivered is known at the end only
 
     @property
     def first_nbytes(self) -> int:
@@ -165,18 +165,18 @@ class SparseReduce(Exchange):
             self._read(arrived)
 
     def _counted(self, numbers: Sequence[int | None]) -> Tensor:
-        """How many elements this rank sends of each tensor."""
+        """Return how many elements of each tensor this rank sends."""
         counts = []
         for at, (number, operand, payload) in enumerate(zip(numbers, self.operands, self._payloads, strict=True)):
             if number is None and self._locally_finite:
                 self._elements[at] = operand.codec.elements(payload, operand.shape)
                 counts.append(max(1, self._elements[at][0].numel()))
             else:
-                counts.append(1 if number is None else number)  # one, so that there is something to look at
+                counts.append(1 if number is None else number)  # at least one: no empty message
         return torch.tensor(counts, dtype=torch.int64, device=self.operands[0].x.device)
 
     def _lay_out(self, numbers: Sequence[int]) -> None:
-        """Where each tensor lies in a share, in the rows of the first message, and in that of the second."""
+        """Compute where each tensor lies in an owner's share, in the rows of the first message, and in the second."""
         size = self.peers.size
         shares = [kernels.share_numel(operand.x.numel(), size) for operand in self.operands]
         self._shares = spans_of(shares)
@@ -191,7 +191,7 @@ class SparseReduce(Exchange):
             )
 
     def _write_rows(self, rows: Tensor) -> None:
-        """This rank's elements, to their owners."""
+        """Write this rank's elements into ``rows``, one row for each owner."""
         if not self._locally_finite:
             rows[:, -TRAILER:] = 1
             return
@@ -208,7 +208,7 @@ class SparseReduce(Exchange):
             _write_row(at, values, self._share, row)
 
     def _add_up(self, received: Tensor, second: Tensor) -> None:
-        """The largest means of what this rank owns, into ``second``."""
+        """Average the elements that this rank owns, and write the largest means into ``second``."""
         second[-TRAILER:] = 1  # until it is known to be finite
         if bool(received[:, -1].any()):
             return
@@ -224,13 +224,13 @@ class SparseReduce(Exchange):
         second[-TRAILER:] = 0
 
     def _read(self, arrived: Tensor) -> None:
-        """What all ranks have: means, and where they are; and which of this rank's elements are among them."""
+        """Decode the delivered means and their indices, and find which of this rank's elements are among them."""
         number = self._number
         self._means = arrived[:, : 4 * number].view(torch.float32)
         coded = arrived[:, 4 * number : 4 * number + kernels.elias_fano_nbytes(number, self._share)]
         self._places = torch.stack([kernels.elias_fano_decode(row, number, self._share) for row in coded.contiguous()])
         found = torch.searchsorted(self._places, self._own).clamp_(max=number - 1)
-        # What fills a row up has a value of zero.
+        # Padding of a row has a value of zero.
         self._there = (self._places.gather(1, found) == self._own) & (self._own_values != 0)
 
     def _finish_feedback(self, good: bool) -> None:
@@ -253,7 +253,7 @@ class SparseReduce(Exchange):
         for operand, share, sums in zip(self.operands, self._shares, self._sums, strict=True):
             at = kernels.from_share(self._places[:, sums] - share.start, turn=operand.index).view(-1)
             means = self._means[:, sums].reshape(-1)
-            inside = at < operand.x.numel()  # a share has whole blocks, of which the last may lie behind the end
+            inside = at < operand.x.numel()  # a share has whole blocks: the last may reach beyond the tensor
             with self._mean_of(operand, good) as mean:
                 flat = mean.view(-1).zero_()
                 flat.index_add_(0, at[inside], means[inside].to(flat.dtype))
@@ -261,7 +261,7 @@ class SparseReduce(Exchange):
 
 
 def _deal(operand: Operand, elements: tuple[Tensor, Tensor], local: Tensor, values: Tensor) -> None:
-    """The elements of a tensor into an owner's row each; where there is no room for all, the largest."""
+    """Write each element of a tensor into its owner's row; where a row has no room for all, only the largest."""
     numel = operand.x.numel()
     at, own = elements
     turn, (ranks, room) = operand.index, local.shape
@@ -276,12 +276,12 @@ def _deal(operand: Operand, elements: tuple[Tensor, Tensor], local: Tensor, valu
 
 
 def _widths(operands: Sequence[Operand], spans: Sequence[slice]) -> list[tuple[Operand, int]]:
-    """How many elements each has in a message."""
+    """Return how many elements each operand has in a message."""
     return [(operand, span.stop - span.start) for operand, span in zip(operands, spans, strict=True)]
 
 
 def _kept(operand: Operand) -> int | None:
-    """How many elements every rank sends; None where that depends on the data."""
+    """Return how many elements every rank sends of an operand; None where this depends on the data."""
     codec = operand.codec
     if not operand.x.numel():
         return 0
@@ -289,7 +289,7 @@ def _kept(operand: Operand) -> int | None:
 
 
 def _write_row(at: Tensor, values: Tensor, n: int, out: Tensor) -> None:
-    """A row of elements below n."""
+    """Write values and indices (below n) of elements into a row of a message."""
     k = at.numel()
     out[: 4 * k].view(torch.float32).copy_(values)
     kernels.elias_fano_encode(at, n, out[4 * k : 4 * k + kernels.elias_fano_nbytes(k, n)])

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in the collectives of ``torch.distributed``, among N ranks, for a tensor of P bytes."""
+"""Bytes that one of N ranks sends in a collective of ``torch.distributed``, for a tensor of P bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["all_gather_nbytes", "all_reduce_nbytes", "shares_of"]
 
 
 def all_reduce_nbytes(nbytes: int, size: int) -> int:
-    """2·(N − 1)/N · P: a ring all-reduce sends everything but the rank's own share, twice.
+    """Return 2·(N − 1)/N · P: in a ring all-reduce, a rank sends all but one of the N parts, twice.
 
     Example:
         >>> all_reduce_nbytes(1000, size=4)
@@ -22,7 +22,7 @@ def all_reduce_nbytes(nbytes: int, size: int) -> int:
 
 
 def all_gather_nbytes(nbytes: int, size: int) -> int:
-    """(N − 1) · P: every rank's payload reaches every other rank.
+    """Return (N − 1) · P: every rank's payload reaches every other rank.
 
     Example:
         >>> all_gather_nbytes(1000, size=4)
@@ -32,11 +32,11 @@ def all_gather_nbytes(nbytes: int, size: int) -> int:
 
 
 def shares_of(nbytes: int, parts: Sequence[int]) -> list[int]:
-    """What each part of a message has of its bytes, in whole bytes that add up to all of them.
+    """Divide the bytes of a message among its parts in proportion to their sizes, in whole bytes that add up.
 
     Args:
-        nbytes: that are sent, with what belongs to no part, such as flags.
-        parts: how large each is. Where all are empty, they have equal shares.
+        nbytes: bytes of the message, including those that belong to no part, such as flags.
+        parts: size of each part. Where all are zero, parts have equal shares.
 
     Example:
         >>> shares_of(1000, [100, 100, 199])
