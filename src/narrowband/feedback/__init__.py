@@ -1,17 +1,22 @@
-"""What compression lost, kept for later.
+"""Feedback: keep what a codec loses, and make up for it in later steps.
 
-Behind a codec, after a ``+``, stands ``ef``: what was left out is added to the next gradient; ``ef-mixed``: the same,
-and half of what ``topk`` keeps is chosen by the residual; ``ef21``: what is sent is the change of the gradient, and
-there is no residual; or ``aq-sgd``, for activations: what is sent is the change of each sample. ``dgc`` and
-``powersgd`` are methods, which bring their codec along.
+A spec string names the feedback behind the codec, after a ``+``:
 
-A feedback holds state per key (a parameter's name). For each tensor and step it is called twice:
-:meth:`Feedback.encode` when the tensor is to be sent, then, when the step is known to be good on every rank,
-:meth:`Feedback.commit` with the payload that went out, or else :meth:`Feedback.roll_back`, which leaves the state as it
-was, to the bit. Whoever receives calls :meth:`Feedback.deliver` in a good step, with what was decoded.
+- ``ef``: error feedback; the part of a gradient that was not sent is added to the next gradient.
+- ``ef-mixed``: the same, but half of the elements that ``topk`` sends are chosen by the residual.
+- ``ef21``: sends the change of the gradient; there is no residual.
+- ``aq-sgd``: for activations; sends how each sample has changed since its last visit.
 
-``aq-sgd`` and ``powersgd`` are no feedbacks in that sense. The first is for activations between the stages of a
-pipeline: it keeps rows per sample (:class:`SampleStore`), and no gradient belongs to a sample.
+``dgc`` and ``powersgd`` are methods: they bring their own codec, and stand alone in a spec string.
+
+A feedback keeps state per key (a parameter's name). It is called twice for each tensor and step. First,
+:meth:`Feedback.encode` makes the payload. Later, if the step is known to be good on every rank, :meth:`Feedback.commit`
+takes the payload into the state; otherwise, :meth:`Feedback.roll_back` restores the state from before the step, to the
+bit. In a good step, every receiver calls :meth:`Feedback.deliver` with the decoded mean.
+
+``aq-sgd`` and ``powersgd`` derive from :class:`State`, but not from :class:`Feedback`. ``aq-sgd`` is for activations
+between the stages of a pipeline, and keeps a row per sample (:class:`SampleStore`). The collectives of ``powersgd``
+encode by themselves.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""AQ-SGD: what travels between two stages of a pipeline is how an activation has changed since its sample was last
-seen (Wang, Yuan, Rimanic et al., arXiv 2206.01299, algorithm 1).
+"""AQ-SGD: between two stages of a pipeline, send how a sample's activation has changed since its last visit.
 
-Both ends of a boundary keep a buffer m(i) for every sample i. With activation x and codec C::
+Source: Wang, Yuan, Rimanic et al., arXiv 2206.01299, algorithm 1. Both ends of a boundary keep a buffer m(i) for every
+sample i. With activation x and codec C::
 
     first visit of i:   send x                  m(i) = x
     later:              send C(x − m(i))        m(i) = m(i) + C(x − m(i))
 
-and m(i) is what the receiver's stage computes with. As training converges activations change less and less, and so does
-the error of the payload; that of C(x) would stay as large as it is. Both ends do the same arithmetic on the same
-numbers, so their buffers are equal to the bit, and neither ever sends its own.
+and the receiver's stage computes with m(i). As training converges, activations change less and less, and the error of
+the payload shrinks with the change; the error of C(x) would not shrink. Both ends do the same arithmetic on the same
+numbers, so their buffers are equal to the bit, and are never sent.
 
-Buffers may be rounded to 16 or 8 bits. What is computed with is m(i) before it is rounded, so that the error is that of
-C alone; how m(i) was rounded is part of the next difference.
+Buffers may be stored in 16 or 8 bits. The receiver's stage computes with m(i) before it is rounded, so that only C
+contributes an error. The rounding of m(i) becomes part of the next difference.
 
-A buffer follows its sample only as fast as C errs by less than it is given. Of a change from one tensor of normal
-numbers to another, which then stays, this share (of norms) is still missing at the ninth visit:
+How fast a buffer follows its sample depends on how much smaller C's error is than its input. The table shows a sample
+that changes once, from one tensor of normal numbers to another: the share of the change (of its norm) that is still
+missing at the ninth visit:
 
 =========================  =======    =============================  =======
 codec                      missing    codec                          missing
@@ -26,7 +27,7 @@ codec                      missing    codec                          missing
 ``uniform:bits=1``         0.95       ``sign``                       0.10
 =========================  =======    =============================  =======
 
-:meth:`AQSGD.missing` measures it, and a channel whose codec leaves more than a quarter says so at set-up.
+:meth:`AQSGD.missing` measures this share. A channel whose codec leaves more than a quarter logs a warning at set-up.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ if TYPE_CHECKING:
 
 __all__ = ["AQSGD"]
 
-#: How a sample travels that is not held.
+#: Encodes samples that have no buffer.
 _WHOLE = Identity()
-#: Numbers of this magnitude count as broken: no codec makes so much more of a difference below it that a buffer could
-#: leave float32.
+#: Values of this magnitude count as not finite. With differences below it, no codec's output is large enough that a
+#: buffer could overflow float32.
 _TOO_LARGE = 2.0**100
 
-#: Visits of a sample after which :meth:`AQSGD.missing` looks, and the share that may then be missing without a word.
+#: Visits of a sample after which :meth:`AQSGD.missing` measures, and the missing share above which users are warned.
 _VISITS = 9
 _MISSING = 0.25
-#: Rows and columns of the sample that it looks at: enough elements that others change the share by a few hundredths.
+#: Rows and columns of its sample: large enough that other random numbers change the share by a few hundredths only.
 _SIDE = 64
 
 
@@ -73,16 +74,16 @@ _SIDE = 64
 class AQSGD(SampleState):
     """For activations between stages: sends how each sample has changed since its last visit, and keeps a buffer of it.
 
-    One object per end of a boundary, or one for both ends where they are in one process. A key names the boundary.
-    Behind a codec that errs by as much as it is given, such as ``qsgd:bits=2``, buffers hardly follow their samples:
-    see :meth:`missing`.
+    Each end of a boundary has an object of its own; if both ends are in one process, they may share one. A key names
+    the boundary. Behind a codec whose error is as large as its input, such as ``qsgd:bits=2``, buffers hardly follow
+    their samples: see :meth:`missing`.
 
     Args:
-        store: how buffers are kept: ``fp32``, ``fp16`` or ``int8``: 4, 2 or 1.016 bytes an element on each end.
-        budget_gb: what the buffers of a key may take on each end, in 10⁹ bytes. Samples beyond it travel in full. Both
-            ends need the same.
-        folder: keep buffers there, in a file for each key, instead of in memory. Two ends on one machine need folders
-            or keys of their own.
+        store: how buffers are stored: ``fp32``, ``fp16`` or ``int8``: 4, 2 or 1.016 bytes per element on each end.
+        budget_gb: limit of the size of a key's buffers on each end, in 10⁹ bytes. Samples beyond it are always sent in
+            full. Both ends need the same limit.
+        folder: keep buffers in this folder, in a file for each key, instead of in memory. Two ends on one machine need
+            different folders or keys.
 
     Example:
         >>> sender, receiver = AQSGD(), AQSGD()
@@ -98,7 +99,7 @@ class AQSGD(SampleState):
     folder: str = ""
 
     _stores: dict[str, SampleStore] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Room for a difference, by key.
+    #: Key → scratch memory for a difference.
     _scratch: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +112,7 @@ class AQSGD(SampleState):
             )
 
     def check(self, codec: Codec) -> None:
-        """Both ends have to know how long a payload is."""
+        """Raise UnsupportedError for a codec without a fixed payload size, which the receiver has to know."""
         if not codec.fixed_size:
             raise UnsupportedError(
                 f"{codec} makes payloads of no fixed size, and with aq-sgd the receiver has to know it; use topk"
@@ -120,13 +121,13 @@ class AQSGD(SampleState):
     @staticmethod
     @functools.cache
     def missing(codec: Codec) -> float:
-        """How far a buffer is from its sample at the ninth visit, after the sample has changed once.
+        """Measure how far a buffer is from its sample at the ninth visit, after the sample has changed once.
 
-        The first visit brings a tensor of 64 × 64 normal numbers, and all later ones bring another.
+        At the first visit the sample is a tensor of 64 × 64 normal numbers, and at all later visits another one.
 
         Returns:
-            ‖x − m‖ / ‖x − x₁‖ of the first visit's x₁, the later ones' x, and the buffer m: 0 where it has arrived; 1
-            or more where buffers do not follow at all.
+            ‖x − m‖ / ‖x − x₁‖, where x₁ is the sample at the first visit, x the sample at later visits, and m the
+            buffer. 0: the buffer equals x; 1 or more: the buffer does not follow at all.
 
         Example:
             >>> AQSGD.missing(nb.codec("qsgd:bits=2")) > 0.5
@@ -170,24 +171,25 @@ class AQSGD(SampleState):
         out: Tensor | None = None,
         arrived: Tensor | None = None,
     ) -> Tensor:
-        """The payload of a batch, flat uint8; the sender's buffers are then those of the receiver after
-        :meth:`unpack`.
+        """Return the payload of a batch, flat uint8, and update the sender's buffers as :meth:`unpack` will update the
+        receiver's.
 
-        For each sample in turn, it holds the sample as ``none`` encodes it if it is not held, and otherwise what the
-        codec makes of the difference (float32, of one sample's shape, with seed + the sample's place in the batch).
+        The payload has one part per sample, in order. A sample without a buffer is encoded as by ``none``. For other
+        samples, the codec encodes the difference (float32, of one sample's shape, with seed + the sample's index in the
+        batch).
 
-        A sample that is not finite, or so large (2¹⁰⁰) that its buffer might not stay finite, arrives as it is on its
-        first visit, and as NaN on a later one. No buffer changes on either end.
+        A sample that is not finite, or so large (2¹⁰⁰) that its buffer might not stay finite, arrives unchanged on its
+        first visit, and as NaN on later visits. Its buffer does not change on either end.
 
         Args:
             key: names the boundary.
             x: (B, …), float32, float16 or bfloat16.
-            codec: what differences are encoded with; fixed-size.
+            codec: encodes differences; its payloads must have a fixed size.
             samples: int64 (B,): an id for each sample, the same in every epoch; no id twice.
-            seed: of the batch; the receiver needs the same.
+            seed: the batch's seed; the receiver needs the same.
             out: where to write: uint8, flat, contiguous, exactly :meth:`payload_nbytes` long.
-            arrived: gets what :meth:`unpack` will give the receiver, to the bit: for one process that plays both ends.
-                Of x's shape and dtype; may be x.
+            arrived: filled with what :meth:`unpack` will give the receiver, to the bit, for a process that is both
+                ends. Of x's shape and dtype; may be x.
 
         Raises:
             TypeError: a dtype that does not fit.
@@ -230,17 +232,17 @@ class AQSGD(SampleState):
     def unpack(
         self, key: str, payload: Tensor, out: Tensor, codec: Codec, *, samples: Tensor | None, seed: int
     ) -> Tensor:
-        """``out ←`` what the payload of :meth:`pack` brings, and the buffers go on with it; returns ``out``.
+        """Decode a payload of :meth:`pack` into ``out``, update the buffers, and return ``out``.
 
         Args:
             key: names the boundary.
-            payload: what the sender packed.
+            payload: the sender's payload.
             out: (B, …), of the shape and dtype of the sender's batch.
-            codec, samples, seed: the sender's.
+            codec, samples, seed: the same as the sender's.
 
         Raises:
-            PayloadError: another length than :meth:`payload_nbytes`; nothing has changed then. Or a part that the codec
-                cannot decode; what came before it has been taken in.
+            PayloadError: the length is not :meth:`payload_nbytes`, and no buffer has changed; or the codec cannot
+                decode a part, and the buffers of the samples before it have been updated.
             UnsupportedError, TypeError, ValueError: as :meth:`pack`.
         """
         ids = self._checked(out.shape, out.dtype, samples)
@@ -266,7 +268,7 @@ class AQSGD(SampleState):
         return out
 
     def fill(self, key: str, x: Tensor, samples: Tensor | None) -> None:
-        """A visit of samples that travelled uncompressed, which both ends have as they are: m(i) = x.
+        """Set m(i) = x for samples that were sent uncompressed, so that both ends have them exactly.
 
         Raises:
             TypeError, ValueError: as :meth:`pack`.
@@ -278,12 +280,12 @@ class AQSGD(SampleState):
                 self._learn(store, sample, one)
 
     def _learn(self, store: SampleStore, sample: int, x: Tensor) -> None:
-        """A whole sample is known to both ends."""
+        """Set the buffer of a sample that both ends know exactly, unless the sample is not finite or too large."""
         if kernels.all_finite(x.reshape(-1).float(), below=_TOO_LARGE):
             store.put(sample, x)
 
     def _encode(self, key: str, x: Tensor, base: Tensor, codec: Codec, part: Tensor, seed: int) -> None:
-        """The difference to the buffer of a sample that has one."""
+        """Encode the difference of a sample from its buffer."""
         difference = self._scratch.get(key)
         if difference is None or difference.device != x.device:
             difference = self._scratch[key] = torch.empty(x.numel(), dtype=torch.float32, device=x.device)
@@ -291,7 +293,7 @@ class AQSGD(SampleState):
         if flat.dtype != torch.float32:
             flat = difference.copy_(flat)
         if not kernels.difference(flat, base, difference, below=_TOO_LARGE):
-            difference.fill_(torch.nan)  # which every codec shows, wherever it looks
+            difference.fill_(torch.nan)  # in every element, so that every codec's payload shows it
         codec.encode(difference.view(x.shape), seed=seed, out=part)
 
     def _advance(
@@ -316,13 +318,13 @@ class AQSGD(SampleState):
         store.put(sample, base)
 
     def _buffer(self, store: SampleStore, sample: int, device: torch.device) -> Tensor:
-        """m(i), to be changed and put back: where the activations are."""
+        """Return m(i) on the activations' device, to be changed and put back."""
         return store.row(sample, write=True).to(device)
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
     def _checked(self, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None) -> list[int]:
-        """The ids of a batch, if they are those of one of this shape and dtype."""
+        """Return the sample ids of a batch as a list; raise if they, the shape or the dtype are not valid."""
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(f"aq-sgd takes float32, float16 or bfloat16 activations, not {dtype}; convert them")
         if not len(shape):
@@ -346,7 +348,7 @@ class AQSGD(SampleState):
         return ids
 
     def _sizes(self, key: str, codec: Codec, shape: Sequence[int], dtype: torch.dtype, ids: list[int]) -> list[int]:
-        """Bytes of each sample's part of the payload."""
+        """Return the bytes of each sample's part of the payload."""
         self.check(codec)
         one = tuple(shape[1:])
         store = self._stores.get(key)
@@ -394,14 +396,14 @@ class AQSGD(SampleState):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def residual(self, key: str) -> None:
-        """Nothing: what a payload left out of a sample is in the next difference."""
+        """Return None: what a payload left out of a sample is part of the next difference."""
         return
 
     def scale(self, factor: float) -> None:
         raise TypeError("aq-sgd keeps activations, which have no loss scale")
 
     def state_dict(self) -> dict[str, Any]:
-        """Key → the state of its :class:`~narrowband.feedback.SampleStore`."""
+        """Return key → the state of its :class:`~narrowband.feedback.SampleStore`."""
         return {key: store.state_dict() for key, store in self._stores.items()}
 
     def check_state(self, state: Mapping[str, object]) -> None:
@@ -409,13 +411,13 @@ class AQSGD(SampleState):
             self._store_of(key, rows).check_state(rows)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hold what the state holds, and nothing else.
+        """Replace all buffers by those of the state.
 
-        Buffers in a file that has gone on since, or is missing, are dropped with a warning; the ends then have to agree
-        on what both hold.
+        If a file has changed since the state was taken, or is missing, its buffers are dropped with a warning. Both
+        ends then have to agree on the samples that both hold.
 
         Raises:
-            ValueError: what is no state, or one of other settings, or a file of another run. Nothing has changed then.
+            ValueError: not a state, a state of other settings, or a file of another run. Nothing has changed then.
         """
         stores = {}
         for key, rows in state.items():
@@ -425,7 +427,7 @@ class AQSGD(SampleState):
         self._scratch.clear()
 
     def _store_of(self, key: str, rows: object) -> SampleStore:
-        """A new store for rows of a state's length."""
+        """Return a new store for rows of the length that a state says."""
         numel = rows.get("numel") if isinstance(rows, Mapping) else None
         if type(key) is not str or type(numel) is not int:
             raise ValueError(f"{self.name}: the state has no rows by sample for {key!r}; pass state_dict()'s")
@@ -433,7 +435,7 @@ class AQSGD(SampleState):
 
 
 def _cut(payload: Tensor, sizes: list[int]) -> Iterator[Tensor]:
-    """The parts of a payload, which lie end to end."""
+    """Yield the parts of a payload, which lie end to end."""
     begin = 0
     for nbytes in sizes:
         yield payload[begin : begin + nbytes]

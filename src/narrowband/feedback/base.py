@@ -1,4 +1,4 @@
-"""The contract of a feedback, and of state in general."""
+"""The interfaces of feedback: :class:`State`, :class:`Feedback` for gradients, :class:`SampleState` for activations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Feedback", "Layout", "Norms", "SampleState", "State", "check_saved"]
 
 
 class Norms(NamedTuple):
-    """Squared norms of a tensor, and of its difference to the decoded payload; their ratio is the relative error."""
+    """Squared norms of a tensor and of its difference from the decoded payload. Their ratio is the relative error."""
 
     encoded: float
     lost: float
 
 
 class Layout(NamedTuple):
-    """A layer whose state will be needed."""
+    """What :meth:`State.reserve` has to know of a layer."""
 
     key: str
     codec: Codec
@@ -36,37 +36,37 @@ class Layout(NamedTuple):
 
 
 class State(ABC):
-    """What stays between two steps, per key."""
+    """State that is kept per key from one step to the next."""
 
     #: The name in a spec string.
     name: ClassVar[str]
-    #: True: a payload says by how much something changes that all receivers hold, and they add it up for ever. So a
-    #: gradient of zero is news like any other, a sum is never encoded again, means are float32 whatever the gradients
-    #: are, and :meth:`Feedback.deliver` makes of them what is delivered.
+    #: True: payloads are changes of a tensor that all receivers hold; receivers add up all changes. So a gradient of
+    #: zero has to be sent, too, and a mean must not be encoded again. Means are float32 whatever the gradients'
+    #: dtype, and :meth:`Feedback.deliver` turns a mean into the tensor that is delivered.
     incremental: ClassVar[bool] = False
-    #: True: it names its codec itself (``dgc:density=…``), so that no codec stands before it in a spec string.
+    #: True: a method, which brings its own codec (``dgc:density=…``): no codec stands before it in a spec string.
     brings_codec: ClassVar[bool] = False
-    #: True: its state is of samples, whose ids it has to be given with every tensor (activations between stages).
+    #: True: it keeps state per sample, and needs sample ids with every tensor (activations between stages).
     per_sample: ClassVar[bool] = False
     #: Whether it works between the stages of a pipeline.
     takes_activations: ClassVar[bool] = True
-    #: Whether layers of one model may have it beside layers with other feedbacks.
+    #: Whether other layers of the same model may have other feedbacks.
     mixes: ClassVar[bool] = True
-    #: Whether it can keep what the owner of a chunk loses as it encodes a mean, see :meth:`owner_error`.
+    #: Whether it can keep the error that the owner of a chunk makes when it encodes a mean, see :meth:`owner_error`.
     keeps_owner_errors: ClassVar[bool] = False
-    #: Whether it can commit a part of what it has encoded, see :meth:`Feedback.commit_arrived`.
+    #: Whether it can commit a part of a payload, see :meth:`Feedback.commit_arrived`.
     commits_arrivals: ClassVar[bool] = False
-    #: True: :meth:`advance_uncompressed` has to be given every average that was not compressed.
+    #: True: the caller has to pass every uncompressed average to :meth:`advance_uncompressed`.
     observes_uncompressed: ClassVar[bool] = False
 
     @property
     def codec(self) -> Codec:
-        """The codec that it brings, where :attr:`brings_codec`."""
+        """The method's codec, where :attr:`brings_codec`; others raise TypeError."""
         raise TypeError(f"{self.name} stands behind a codec and brings none")
 
     @property
     def collective(self) -> str | None:
-        """The collective that averages its payloads, where it brings one; None: any that the codec allows."""
+        """The collective that has to average its payloads; None: any that the codec allows."""
         return None
 
     @property
@@ -76,7 +76,7 @@ class State(ABC):
 
     @property
     def momentum(self) -> float:
-        """The momentum that it applies to gradients, so that the optimizer must not."""
+        """The momentum that it applies to gradients. The optimizer must then have none."""
         return 0.0
 
     @property
@@ -86,22 +86,22 @@ class State(ABC):
 
     @property
     def clip(self) -> float:
-        """Where :attr:`observes_uncompressed`: the norm at which the gradients of all ranks together are clipped."""
+        """Where :attr:`observes_uncompressed`: the norm at which the averaged gradient is clipped."""
         return math.inf
 
     @property
     def compensates(self) -> bool:
-        """Whether it makes up for what the codec loses. False: what is lost is lost, as with a codec alone."""
+        """Whether it compensates for the codec's error. False: the error is lost, as with a codec alone."""
         return True
 
     def check(self, codec: Codec) -> None:  # noqa: B027  most take any codec
         """Raise :class:`~narrowband.errors.UnsupportedError` where this feedback cannot stand behind a codec."""
 
     def behind(self, codec: Codec) -> State | None:
-        """This feedback's configuration behind another codec: for a layer that names no feedback of its own.
+        """Return this feedback's configuration behind another codec, for a layer whose spec names no feedback.
 
         Returns:
-            None if it cannot stand there.
+            None if this feedback cannot stand behind that codec.
         """
         try:
             self.check(codec)
@@ -110,23 +110,23 @@ class State(ABC):
         return self
 
     def includes(self, other: State) -> bool:
-        """Whether a spec may name ``other`` behind this method without changing anything: ``powersgd:rank=4+ef``."""
+        """Return whether naming ``other`` behind this method changes nothing, as in ``powersgd:rank=4+ef``."""
         return False
 
     def shares_state_with(self, other: State) -> bool:
-        """Whether layers with these two configurations can keep their state in one object."""
+        """Return whether layers with these two configurations can keep their state in one object."""
         return type(self) is type(other) and self == other
 
     def codec_at(self, step: int, epoch: int | None = None) -> Codec | None:
-        """The codec of a step (from 0), where that changes as the method warms up; None: always the spec's."""
+        """Return the codec of a step (from 0) where it changes during warm-up; None: always the spec's codec."""
         return None
 
     def codec_of_layer(self, override: Codec, default: Codec) -> Codec:
-        """What a layer with a codec of its own is sent with in a step in which the others have ``default``."""
+        """Return the codec of a layer with a codec of its own, in a step in which other layers have ``default``."""
         return override
 
     def layer_nbytes(self, codec: Codec, shape: Shape) -> int:
-        """Bytes of one rank's payload for a layer of this shape."""
+        """Return the bytes of one rank's payload for a layer of this shape."""
         return codec.payload_nbytes(shape)
 
     def kept_rank(self, codec: Codec, shape: Shape) -> int | None:
@@ -134,26 +134,26 @@ class State(ABC):
         return codec.kept_rank(shape)
 
     def reserve(self, layers: Sequence[Layout]) -> None:  # noqa: B027  most make room when a key first comes
-        """Make room for the state of these layers, where there is none. Call it in about the order of backward.
+        """Allocate the state of these layers, where there is none. Pass them in about the order of backward.
 
-        A method that computes on several layers at once puts their states side by side in memory here. A layer that
-        was not announced gets its room when it first comes.
+        A method that computes on several layers at once places their states side by side in memory here. The state of
+        other layers is allocated when they are first encoded.
         """
 
     def note(self, layers: Sequence[Layout], *, whole: bool) -> str | None:
-        """What users should know of these layers with this feedback, if anything: it is logged once, at set-up.
+        """Return a message for users about these layers with this feedback, or None. It is logged once, at set-up.
 
         Args:
-            layers: all that have it.
-            whole: whether no layer of the model has anything else.
+            layers: all layers that have this feedback.
+            whole: whether these are all compressed layers of the model.
         """
         return None
 
     def set_learning_rates(self, rates: Mapping[str, float]) -> None:  # noqa: B027  most need none
-        """Tell key → the learning rate of the step that begins; see :attr:`needs_learning_rates`."""
+        """Set the learning rates (key → rate) of the step that begins; see :attr:`needs_learning_rates`."""
 
     def advance_uncompressed(self, averages: Sequence[tuple[str, Tensor]]) -> None:  # noqa: B027  most keep nothing
-        """Take account of averages that were not compressed, and change them in place to what is to be delivered.
+        """Take uncompressed averages into the state, and change them in place to the values to deliver.
 
         Args:
             averages: (key, average), of good steps only.
@@ -161,22 +161,24 @@ class State(ABC):
 
     @abstractmethod
     def residual(self, key: str) -> Tensor | None:
-        """The residual under ``key``, flat float32, or None if there is none. Where it is kept in another dtype or on
-        another device, this is a copy: :meth:`add_residual` takes it back when it has changed.
+        """Return the residual under ``key``, flat float32, or None if there is none.
+
+        If it is stored in another dtype or on another device, this is a copy. To change the residual, change the copy
+        and pass it to :meth:`add_residual`.
         """
 
     def holds(self, key: str) -> bool:
-        """Whether there is a :meth:`residual` under ``key``."""
+        """Return whether there is a :meth:`residual` under ``key``."""
         return self.residual(key) is not None
 
     def owner_error(self, key: str, cut: slice) -> Tensor | None:
-        """What this rank adds to the next mean of a chunk that it owns: what it lost of the last one. None: nothing.
+        """Return the error of this rank's last encoded mean of a chunk that it owns, to add to the next mean.
 
-        This is the server error of 1-bit Adam (Tang et al., arXiv 2102.02888,
-        algorithm 1). Its unit is that of the mean, not of one rank's gradient.
+        This is the server error of 1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1). Its unit is that of the
+        mean, not of one rank's gradient. None: there is no error to add.
 
         Args:
-            key: names the tensor.
+            key: the tensor's key.
             cut: where the chunk lies in the flat tensor.
 
         Returns:
@@ -185,36 +187,34 @@ class State(ABC):
         return None
 
     def set_owner_error(self, key: str, cut: slice, error: Tensor, *, numel: int, ranks: int) -> None:
-        """Let this be the :meth:`owner_error`; that of another chunk goes into the residual, so that it is not lost.
+        """Set the :meth:`owner_error`. An error of another chunk is added to the residual, so that it is not lost.
 
         Args:
-            key, cut: as there.
-            error: flat float32; belongs to the state from now on.
+            key, cut: as for :meth:`owner_error`.
+            error: flat float32; the state owns it from now on.
             numel: elements of the tensor.
-            ranks: that average. One rank's residual counts 1/``ranks`` in a mean.
+            ranks: number of ranks that average. One rank's residual counts 1/``ranks`` in a mean.
         """
         raise TypeError(f"{self.name} keeps no errors of owners")
 
     def reclaim_owner_error(self, key: str) -> None:  # noqa: B027  most keep none
-        """Move what owners have lost into the residual. To be called before a tensor travels by a collective without
-        owners.
-        """
+        """Move the owner error into the residual. Call it before a collective without owners carries the tensor."""
 
     def take_residual(self, key: str) -> Tensor | None:
-        """Remove and return the residual under ``key``, flat float32; None if there is none."""
+        """Remove the residual under ``key`` and return it, flat float32; None if there is none."""
         raise TypeError(f"what {self.name} keeps has no meaning elsewhere")
 
     def add_residual(self, key: str, residual: Tensor) -> None:
-        """Let this be the residual under ``key``, flat float32, whether or not there was one."""
+        """Set the residual under ``key``, flat float32, whether or not there was one."""
         raise TypeError(f"{self.name} cannot take over a residual")
 
     @abstractmethod
     def scale(self, factor: float) -> None:
-        """Multiply every residual, when the unit of the gradients changes (a new loss scale)."""
+        """Multiply every residual by ``factor``, when the unit of gradients changes (a new loss scale)."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Key → state, plain tensors (not copies), or dictionaries of tensors, numbers and words."""
+        """Return key → state: tensors (not copies), or dictionaries of tensors, numbers and strings."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
@@ -225,15 +225,15 @@ class State(ABC):
             check_saved(self.name, key, value)
 
     def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
-        """Whether what was saved under ``name`` is of a layer of the model, and of a size that its state can have.
+        """Return whether an entry of a saved state belongs to a layer of the model and has a possible size.
 
-        By default the name is the layer's key. So what another feedback kept, as "now/weight", never fits by its size.
+        By default the entry's name is the layer's key. So entries of another feedback, such as "now/weight", never fit.
 
         Args:
-            name: in :meth:`state_dict`.
-            value: what was saved.
-            layers: key → elements, of all that is compressed.
-            others: the same of all others.
+            name: the entry's name in :meth:`state_dict`.
+            value: the saved tensor.
+            layers: key → number of elements, of all compressed layers.
+            others: the same of all other parameters.
         """
         return layers.get(name, 0) == value.numel()
 
@@ -244,9 +244,9 @@ class State(ABC):
 
     @staticmethod
     def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What every rank starts with after a change of the number of ranks, from the states of all ranks there were.
+        """Return the state that every rank starts with after the number of ranks has changed.
 
-        By default their mean: it is what the average still lacks.
+        ``states`` are those of all former ranks. The default is their mean, which is what the average still lacks.
         """
         total: dict[str, Tensor] = {}
         for state in states:
@@ -256,18 +256,18 @@ class State(ABC):
 
     @staticmethod
     def moved(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
-        """What a rank goes on with among other ranks, from what it kept by itself.
+        """Return the state that a rank continues with among other ranks, from its own state alone.
 
         Args:
-            state: of this rank.
-            size: how many ranks there are now, this one included.
+            state: this rank's state.
+            size: the new number of ranks, this one included.
         """
         del size
         return dict(state)
 
 
 class Feedback(State):
-    """State per key between the gradient and the codec, changed only by steps that are good on every rank."""
+    """State per key that compensates gradients before encoding; only steps that are good on every rank change it."""
 
     @abstractmethod
     def encode(
@@ -284,10 +284,10 @@ class Feedback(State):
         """Compensate ``x`` with the residual under ``key``, and encode the sum.
 
         Args:
-            x: flat and contiguous; until the step is decided, its content belongs to the feedback.
+            x: flat and contiguous. The feedback owns its memory, and may overwrite it, until the step is decided.
             shape: the shape that the codec should see.
-            commit: if everything is finite, do at once what :meth:`commit` does, cheaper; only where
-                :meth:`can_roll_back` says so.
+            commit: if everything is finite, also do what :meth:`commit` does, which is cheaper than calling it later.
+                Allowed only where :meth:`can_roll_back`.
 
         Returns:
             (whether everything was finite, the payload).
@@ -297,33 +297,34 @@ class Feedback(State):
     def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
-        """What the payload does not say becomes the residual.
+        """Make what the payload lacks the new residual.
 
-        To be called when the step is known to be good, after which ``x`` is free again; or, where
-        :meth:`can_roll_back` says so, right after :meth:`encode` of something finite.
+        Call it when the step is known to be good; ``x`` is then free again. Where :meth:`can_roll_back`, it may also be
+        called right after :meth:`encode`, if everything was finite.
 
-        With ``measure``, returns what the codec was given and what it lost.
+        Returns:
+            With ``measure``, the squared norms of the codec's input and of its error.
         """
 
     def commit_arrived(self, key: str, x: Tensor, at: Tensor, values: Tensor, *, measure: bool = False) -> Norms | None:
-        """Commit where only some of the payload's elements have arrived: all else becomes the residual.
+        """Commit where only some of the payload's elements were delivered: everything else becomes the residual.
 
-        To be called when the step is known to be good; see :attr:`State.commits_arrivals`.
+        Call it when the step is known to be good; see :attr:`State.commits_arrivals`.
 
         Args:
             key, x, measure: as for :meth:`commit`.
-            at: int32, ascending: what has arrived.
-            values: what has arrived there.
+            at: int32, ascending: indices of the elements that were delivered.
+            values: this rank's values that were delivered there.
         """
         raise TypeError(f"{self.name} commits all of a payload, or nothing")
 
     def can_roll_back(self, x: Tensor) -> bool:
-        """Whether :meth:`roll_back` also undoes :meth:`commit`, as long as ``x`` is not touched."""
+        """Return whether :meth:`roll_back` can also undo :meth:`commit`, as long as nobody else writes to ``x``."""
         return False
 
     @abstractmethod
     def roll_back(self, key: str, x: Tensor) -> None:
-        """The step did not happen: the state is again what it was before :meth:`encode`. ``x`` is free again."""
+        """Restore the state from before :meth:`encode`, for a step that does not count. ``x`` is then free again."""
 
     @property
     def goes_ahead(self) -> bool:
@@ -331,42 +332,41 @@ class Feedback(State):
         return False
 
     def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
-        """:meth:`roll_back` of several tensors, if ``bad``, one int32 where they are, is not zero."""
+        """Do :meth:`roll_back` for several tensors, if ``bad``, one int32 on their device, is not zero."""
         raise TypeError(f"{self.name} has to know on the host whether a step counts")
 
     def encodes_all(self, codec: Codec) -> bool:
-        """Whether :meth:`encode_all` can take this codec's tensors together."""
+        """Return whether :meth:`encode_all` works with this codec."""
         return False
 
     def encode_all(
         self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
     ) -> bool:
-        """:meth:`encode` of several float32 tensors, each into its place, and :meth:`commit`: undone by
-        :meth:`roll_back_if`.
+        """Encode and commit several float32 tensors, each into its own ``out``; :meth:`roll_back_if` undoes it.
 
         Returns:
-            Whether all is finite, or True where that is noted (:class:`~narrowband.kernels.Findings`).
+            Whether all are finite; True where kernels record it on the device (:class:`~narrowband.kernels.Findings`).
         """
         raise TypeError(f"{self.name} encodes one tensor after the other")
 
     def sent_reference(self, key: str) -> Tensor | None:
-        """Where :attr:`incremental`: what the receivers hold of this sender under ``key``, flat float32.
+        """Return what the receivers hold of this sender under ``key``, flat float32, where :attr:`incremental`.
 
         None before anything was sent, and where payloads are not incremental.
         """
         return None
 
     def received_reference(self, key: str) -> Tensor | None:
-        """Where :attr:`incremental`: what this receiver holds under ``key``, flat float32.
+        """Return what this receiver holds under ``key``, flat float32, where :attr:`incremental`.
 
         None before anything arrived, and where payloads are not incremental.
         """
         return None
 
     def deliver(self, key: str, x: Tensor) -> None:
-        """Make of the decoded mean what is delivered, in place.
+        """Turn the decoded mean into the tensor that is delivered, in place.
 
-        To be called by every receiver, once for each key and step that is good on all ranks.
+        Every receiver calls it, once for each key and step that is good on all ranks.
 
         Args:
             x: flat; the mean over senders of the decoded payloads. Where :attr:`incremental`, float32.
@@ -374,7 +374,7 @@ class Feedback(State):
 
 
 class SampleState(State):
-    """A reference of every sample, which both ends of a boundary hold, so that differences may travel.
+    """A reference of every sample, held by both ends of a boundary between stages, so that differences can be sent.
 
     The sender calls :meth:`pack`, the receiver :meth:`unpack` with the same codec, samples and seed.
     """
@@ -382,21 +382,21 @@ class SampleState(State):
     per_sample: ClassVar[bool] = True
 
     def warning(self, codec: Codec) -> str | None:
-        """What users should know before they train with this codec, if anything: it is logged once, at set-up."""
+        """Return a warning for users who train with this codec, or None. It is logged once, at set-up."""
         return None
 
     @abstractmethod
     def payload_nbytes(
         self, key: str, codec: Codec, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None
     ) -> int:
-        """Bytes of the payload of this batch, as :meth:`pack` would make it now. Both ends come to the same.
+        """Return the bytes of the payload that :meth:`pack` would make of this batch now; equal on both ends.
 
         Args:
             key: names the boundary.
-            codec: what differences are encoded with.
-            shape: that of the batch, (B, …).
-            dtype: that of the batch.
-            samples: int64 (B,): which samples these are.
+            codec: encodes differences.
+            shape: shape of the batch, (B, …).
+            dtype: dtype of the batch.
+            samples: int64 (B,): ids of the batch's samples.
 
         Raises:
             UnsupportedError, TypeError, ValueError: as :meth:`pack`.
@@ -414,17 +414,17 @@ class SampleState(State):
         out: Tensor | None = None,
         arrived: Tensor | None = None,
     ) -> Tensor:
-        """The payload of a batch, flat uint8.
+        """Return the payload of a batch, flat uint8.
 
         Args:
             key: names the boundary.
             x: (B, …), float32, float16 or bfloat16.
-            codec: what differences are encoded with; fixed-size.
+            codec: encodes differences; its payloads must have a fixed size.
             samples: int64 (B,): an id for each sample, the same in every epoch; no id twice.
-            seed: of the batch; the receiver needs the same.
+            seed: the batch's seed; the receiver needs the same.
             out: where to write: uint8, flat, contiguous, exactly :meth:`payload_nbytes` long.
-            arrived: gets what :meth:`unpack` will give the receiver, to the bit: for one process that plays both ends.
-                Of x's shape and dtype; may be x.
+            arrived: filled with what :meth:`unpack` will give the receiver, to the bit, for a process that is both
+                ends. Of x's shape and dtype; may be x.
 
         Raises:
             TypeError: a dtype that does not fit.
@@ -436,13 +436,13 @@ class SampleState(State):
     def unpack(
         self, key: str, payload: Tensor, out: Tensor, codec: Codec, *, samples: Tensor | None, seed: int
     ) -> Tensor:
-        """``out ←`` what the payload of :meth:`pack` brings; returns ``out``.
+        """Decode a payload of :meth:`pack` into ``out``, and return ``out``.
 
         Args:
             key: names the boundary.
-            payload: what the sender packed.
+            payload: the sender's payload.
             out: (B, …), of the shape and dtype of the sender's batch.
-            codec, samples, seed: the sender's.
+            codec, samples, seed: the same as the sender's.
 
         Raises:
             PayloadError: another length than :meth:`payload_nbytes`, or a part that the codec cannot decode.
@@ -451,7 +451,7 @@ class SampleState(State):
 
     @abstractmethod
     def fill(self, key: str, x: Tensor, samples: Tensor | None) -> None:
-        """Take samples that travelled uncompressed as their references, on both ends.
+        """Store samples that were sent uncompressed as their own references. Call it on both ends.
 
         Raises:
             TypeError, ValueError: as :meth:`pack`.
@@ -459,11 +459,14 @@ class SampleState(State):
 
     @abstractmethod
     def reference_ids(self, key: str) -> Tensor:
-        """The samples that have a reference: int64, ascending."""
+        """Return the ids of samples that have a reference: int64, ascending."""
 
     @abstractmethod
     def keep_only(self, key: str, ids: Tensor | Iterable[int]) -> None:
-        """Drop the references of all samples but these: where one end has lost some, both keep what both have."""
+        """Drop the references of all samples but these.
+
+        Where one end has lost references, both ends call it with the samples that both still hold.
+        """
 
 
 def check_saved(owner: str, key: str, value: object, *, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:

@@ -1,9 +1,8 @@
-"""Deep Gradient Compression: 99.9 % of a gradient waits, and momentum does not suffer from it (Lin et al., arXiv
-1712.01887).
+"""Deep Gradient Compression: send 0.1 % of a gradient per step, and correct momentum for the delay of the rest.
 
-Momentum that an optimizer applies to sparse averages would forget, for elements that waited T steps, how their
-gradients ought to have been discounted in the meantime. So momentum comes before the wire (equation 7): with gradient
-g, momentum m, velocity u and accumulated velocity v, each rank ::
+Source: Lin et al., arXiv 1712.01887. If an optimizer applied momentum to the sparse averages, elements that waited T
+steps would miss the momentum's discounts of these steps. So each rank applies momentum before it sends (equation 7).
+With gradient g, momentum m, velocity u and accumulated velocity v, each rank computes ::
 
     u = m·u + g          # momentum correction
     v = v + u
@@ -11,18 +10,19 @@ g, momentum m, velocity u and accumulated velocity v, each rank ::
 
 and the optimizer is plain SGD. Nesterov's variant (appendix B) has u = m·(u + g), v = v + u + g.
 
-With ``accumulate=steps``, beyond the paper, u = m·u + η·g with the learning rate η of the step, and v/η is sent. The
-residual is then a step of the parameters, which the optimizer's η·(v/η) takes in full. Otherwise what waits is taken
-at the rate of the step in which it is sent, and where the rate falls, most of it is lost; error feedback is proven
-for steps (Karimireddy et al. 2019, arXiv 1901.09847, algorithm 1).
+``accumulate=steps`` goes beyond the paper: u = m·u + η·g with the learning rate η of the step, and v/η is sent. The
+residual is then a step of the parameters, which the optimizer's η·(v/η) applies in full. With ``accumulate=gradients``,
+the residual is applied at the rate of the step in which it is sent, and where the rate falls, most of it is lost. Error
+feedback is proven for steps (Karimireddy et al. 2019, arXiv 1901.09847, algorithm 1).
 
-Both states are kept as two successive sums of velocities, y and the y of the step before: u is their difference. A step
-then reads three arrays and writes two, and can be undone to the bit with no copy (:func:`narrowband.kernels.
-momentum_topk`). v is y; in Nesterov's variant v telescopes to y + m·(velocity of the plain kind), which these two hold
-as well.
+The state is stored as two successive sums of velocities: y, and the y of the step before. u is their difference. A step
+then reads three arrays and writes two, and can be undone to the bit without a copy (:func:`narrowband.kernels.
+momentum_topk`). v is y. In Nesterov's variant v telescopes to y + m·(velocity of the plain variant), which the two sums
+also determine.
 
-With ``store=bf16`` or ``int8`` the sum y and the velocity u are kept in 2 bytes or about 1 each between steps, rounded
-stochastically, so that sums are kept on average. They are read into float32 while their tensor is encoded.
+With ``store=bf16`` or ``int8``, the sum y and the velocity u take 2 bytes or about 1 per element each between steps.
+They are rounded stochastically, so that sums hold in expectation, and are read into float32 while their tensor is
+encoded.
 """
 
 from __future__ import annotations
@@ -48,59 +48,59 @@ if TYPE_CHECKING:
 
 __all__ = ["DGC"]
 
-#: Warm-up begins by sending a quarter, and every later stretch sends a quarter of the one before (section 3.3).
+#: Density of the first stretch of warm-up, and the ratio of densities from one stretch to the next (section 3.3).
 WARM_UP = 0.25
 
-#: What a state holds: sums, where these are kept in fewer bits the sum and the velocity, and what is not compressed.
+#: Prefixes of names in a state: two sums; or, with ``store=bf16`` or ``int8``, the sum "now" and the velocity; and
+#: velocities of uncompressed parameters.
 _ROOMS = ("now", "before", "velocity", "uncompressed")
 
-#: Change a seed, so that rounding what is kept does not draw what encoding has drawn, nor twice the same.
+#: XORed with the seed, so that rounding the sum, rounding the velocity and encoding draw different random numbers.
 _OF_SUMS, _OF_VELOCITIES = 0x6C078965, 0x5D588B65
 
 _FP16_MAX = torch.finfo(torch.float16).max
 
-#: What the velocity of a parameter that travels uncompressed may be kept in: the dtype of its gradient.
+#: Dtypes that the velocity of an uncompressed parameter may have.
 _UNCOMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(eq=False)
 class _Sent:
-    """What a step in progress did to one tensor."""
+    """What a step in progress has done to one tensor, to be committed or undone."""
 
-    undo: Callable[[], None] | None  # None: the gradient's memory holds what was kept
-    commit: Callable[[Tensor | None], None] | None  # of what has arrived, or all (None); done already where it is None
-    at: Tensor | None = None  # what was sent; None: everything
-    rate: float = 1.0  # the residual is so many times what is sent
-    overlap: float = 0.0  # what was sent times what rounding left of it
+    undo: Callable[[], None] | None  # None: the gradient's memory holds the former state
+    commit: Callable[[Tensor | None], None] | None  # takes the indices delivered (None: all); None once it was called
+    at: Tensor | None = None  # indices of the elements sent; None: all
+    rate: float = 1.0  # residual / sent values: the learning rate with ``accumulate=steps``
+    overlap: float = 0.0  # dot product of the sent values and their rounding errors, in units of what is sent
 
 
 @dataclass(unsafe_hash=True)
 class DGC(Feedback):
     """Deep Gradient Compression: momentum correction and masking before the wire, for SGD without momentum of its own.
 
-    Costs two float32 per element, or less (``store``), one of which the optimizer no longer needs for its momentum.
+    Costs two float32 per element, or less (``store``); one of them replaces the optimizer's momentum buffer.
 
     Args:
         density: the share of elements that is sent, after warm-up.
-        momentum: of the velocity, as SGD's; the optimizer's own must be 0 (see :class:`narrowband.DGCSGD`).
-        nesterov: Nesterov's variant.
-        clip: threshold for the norm of the whole model's averaged gradient. Each of N ranks clips what it adds to the
-            average, its gradient / N, at clip/√N before it enters the velocity (section 3.2, where gradients have the
-            1/N in them): its own gradient at clip·√N. Encoding then waits for the whole gradient.
+        momentum: momentum of the velocity, as SGD's. The optimizer's own must be 0 (see :class:`narrowband.DGCSGD`).
+        nesterov: whether to use Nesterov's variant.
+        clip: threshold for the norm of the whole model's averaged gradient. Each of N ranks clips its contribution to
+            the average, its gradient / N, at clip/√N before it enters the velocity (section 3.2, where gradients
+            include the 1/N): that is, its own gradient at clip·√N. Encoding then waits for the whole gradient.
         warmup_steps: steps over which the density falls: 25 %, 6.25 %, 1.56 % …, as long as that is above ``density``,
             for equally many steps each.
         warmup_epochs: the same, counted in epochs: call the handle's ``set_epoch`` before each.
         masking: whether the velocity is set to zero where elements are sent.
         accumulate: ``gradients``, as in the paper; or ``steps``: gradients times the learning rate at which they were
-            computed, so that what has waited is applied at that rate. Needs ``optimizer=`` at set-up, to know the rate:
-            that which the optimizer has when backward begins.
-        select: ``exact``; or ``sampled``, as in the paper (section 3): by a threshold from a sample, after which the
-            largest of what reaches it are chosen where that is too much. It may send a few elements less; a payload has
-            the same size, which is known beforehand.
-        values: what they are sent in: see :class:`~narrowband.codecs.TopK`. What rounding leaves of a value stays in
-            the residual.
-        indices: how they are written: see :class:`~narrowband.codecs.TopK`.
-        store: what the sums of a layer are kept in between steps: ``fp32``, ``bf16`` or ``int8``.
+            computed, so that the residual is applied at that rate. ``steps`` needs ``optimizer=`` at set-up, to read
+            the rate when backward begins.
+        select: ``exact``; or ``sampled``, as in the paper (section 3): take the elements above a threshold estimated
+            from a sample, or the largest of them if they are too many. It may send a few elements less; the size of
+            the payload is the same, and known beforehand.
+        values: the format of values: see :class:`~narrowband.codecs.TopK`. Rounding errors stay in the residual.
+        indices: the format of indices: see :class:`~narrowband.codecs.TopK`.
+        store: how the sums of a layer are stored between steps: ``fp32``, ``bf16`` or ``int8``.
 
     Example:
         >>> handle = nb.compress_gradients(model, "dgc:density=0.01,warmup_steps=100")
@@ -109,7 +109,7 @@ class DGC(Feedback):
     name: ClassVar[str] = "dgc"
     brings_codec: ClassVar[bool] = True
     takes_activations: ClassVar[bool] = False
-    mixes: ClassVar[bool] = False  # the momentum of a model is in one place
+    mixes: ClassVar[bool] = False  # momentum is applied either here or in the optimizer, for the whole model
     observes_uncompressed: ClassVar[bool] = True
     commits_arrivals: ClassVar[bool] = True
 
@@ -128,21 +128,21 @@ class DGC(Feedback):
 
     _now: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _before: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Where they are kept in fewer bits, instead of these two: the newest sum, and the velocity.
+    #: With ``store=bf16`` or ``int8``, in place of these two: key → (newest sum, velocity).
     _kept: dict[str, tuple[Kept, Kept]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _seeds: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _uncompressed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _sent: dict[str, _Sent] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Magnitudes that a few more elements than wanted reached in the step before. They save time, and change nothing.
+    #: Key → a magnitude that slightly more elements than wanted reached in the last step: a hint that only saves time.
     _hints: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    #: Learning rates of this step, by key, where steps are accumulated; and the last that were above zero.
+    #: Key → learning rate of this step, with ``accumulate=steps``; and the last rate above zero.
     rates: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _positive: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_keys(self)
-        TopK(density=self.density)  # says what a density may be
+        TopK(density=self.density)  # raises if the density is out of range
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"dgc: momentum={self.momentum} is not in [0, 1)")
         if self.nesterov and not self.momentum:
@@ -169,14 +169,14 @@ class DGC(Feedback):
 
     @property
     def codec(self) -> TopK:
-        """What v is sent with after warm-up."""
+        """The codec of v after warm-up."""
         return TopK(density=self.density, select=self.select, values=self.values, indices=self.indices)
 
     def codec_at(self, step: int, epoch: int | None = None) -> TopK:
-        """What v is sent with in this step (from 0), and this epoch where that is what warm-up counts.
+        """Return the codec of v in a step (from 0), or in an epoch if warm-up counts epochs.
 
         Raises:
-            ValueError: warm-up counts epochs, and there is none.
+            ValueError: warm-up counts epochs, and ``epoch`` is None.
 
         Example:
             >>> DGC(density=0.001, warmup_steps=400).codec_at(100, None).density
@@ -194,7 +194,7 @@ class DGC(Feedback):
         return replace(self.codec, density=WARM_UP ** (1 + stretches * position // length))
 
     def codec_of_layer(self, override: Codec, default: Codec) -> Codec:
-        """The layer's own codec; while the others warm up, with at least their density."""
+        """Return the layer's own codec; during warm-up, with at least the density of the other layers."""
         if default == self.codec:
             return override
         assert isinstance(override, TopK)
@@ -243,14 +243,14 @@ class DGC(Feedback):
         return finite, payload
 
     def _opened(self, key: str) -> tuple[Tensor, Tensor]:
-        """The newest sum, and the one of the step before; in memory of their own where they are kept in fewer bits."""
+        """Return the newest sum and that of the step before; new tensors unless ``store=fp32``."""
         if self.store == "fp32":
             return self._now[key], self._before[key]
         now, velocity = (kept.read() for kept in self._kept[key])
         return now, now - velocity
 
     def _close(self, key: str, now: Tensor, before: Tensor) -> None:
-        """Let these be the sums."""
+        """Store the sums."""
         if self.store == "fp32":
             self._now[key], self._before[key] = now, before
             return
@@ -272,8 +272,8 @@ class DGC(Feedback):
         out: Tensor | None,
     ) -> tuple[bool, Tensor]:
         in_place = x.dtype == torch.float32
-        # A half-precision gradient cannot hold the oldest sum: there a copy takes part, and its memory is the state's
-        # if the step is good.
+        # The kernel saves the oldest sum in the gradient's memory, which half precision cannot hold. There, it works on
+        # a copy of the sum, which becomes the state if the step is good.
         gradient, newest = (x, before) if in_place else (x.float(), before.clone())
         rate, unit = self._rate(key)
         finite, at, values, hint = kernels.momentum_topk(
@@ -289,10 +289,10 @@ class DGC(Feedback):
             seed=seed,
         )
         whole = sent = values if unit == 1.0 else values / unit
-        if x.dtype == torch.float16:  # averages are, too
+        if x.dtype == torch.float16:  # averages are float16, too
             sent = whole.clamp(-_FP16_MAX, _FP16_MAX)
         arrives = codec.rounded(sent) if finite else sent
-        if arrives is not values:  # dividing and rounding may leave float32
+        if arrives is not values:  # dividing and rounding may overflow float32
             finite = finite and kernels.all_finite(whole) and kernels.all_finite(arrives)
         left = None if arrives is whole else values - arrives * unit
         forgotten: list[Tensor] = []
@@ -325,9 +325,10 @@ class DGC(Feedback):
         return True, codec.pack(at, sent, shape=shape, out=out)
 
     def _rate(self, key: str) -> tuple[float, float]:
-        """What a gradient is multiplied by on its way in, and what is sent divided by.
+        """Return (the factor on a new gradient, the divisor of what is sent).
 
-        At a rate of zero a gradient counts for nothing, and so does what is sent; the rate before is its unit.
+        At a learning rate of zero a gradient has no effect, and neither has what is sent: the divisor is then the last
+        positive rate.
         """
         if self.accumulate == "gradients":
             return 1.0, 1.0
@@ -347,7 +348,7 @@ class DGC(Feedback):
         seed: int,
         out: Tensor | None,
     ) -> tuple[bool, Tensor]:
-        """A step of momentum SGD: all of the new velocity travels, and the residual stays as it is."""
+        """Encode a plain step of momentum SGD: the whole new velocity is sent, and the residual stays as it is."""
         rate, unit = self._rate(key)
         gradient = x.float() * rate
         velocity = (now - before).mul_(self.momentum).add_(gradient)
@@ -374,7 +375,7 @@ class DGC(Feedback):
         at, unit, overlap = self._sent[key].at, self._sent[key].rate, self._sent[key].overlap
         self._commit(key, x)
         if not self.can_roll_back(x):
-            del self._sent[key]  # decided: let go of the sums of the step before
+            del self._sent[key]  # decided: free the sums of the step before
         if not measure or at is None:
             return None
         lost = squared_norm(self._residual(key)) / unit**2
@@ -386,7 +387,7 @@ class DGC(Feedback):
         if sent.commit is None:
             return
         if self.store != "fp32" and self.can_roll_back(x):
-            # The gradient's memory has room for what is kept: two sums of at most 2 bytes each.
+            # The gradient's memory can hold the stored state, two tensors of at most 2 bytes per element.
             for kept, memory in zip(self._kept[key], self._memory(key, x), strict=True):
                 kept.copy_to(memory)
             sent.undo = None  # and with it the sums in float32
@@ -394,7 +395,7 @@ class DGC(Feedback):
         sent.commit = None
 
     def _memory(self, key: str, x: Tensor) -> list[Tensor]:
-        """Room for the two that are kept, in a gradient's memory."""
+        """Return slices of a gradient's memory that can hold the stored sum and the stored velocity."""
         sizes = [kept.nbytes for kept in self._kept[key]]
         return list(torch.split(x.view(-1).view(torch.uint8)[: sum(sizes)], sizes))
 
@@ -409,7 +410,7 @@ class DGC(Feedback):
         return Norms(lost + squared_norm(values), lost)
 
     def _residual(self, key: str) -> Tensor:
-        """v."""
+        """Return v."""
         now, before = self._opened(key)
         return now + (now - before) * self.momentum if self.nesterov else now
 
@@ -440,9 +441,9 @@ class DGC(Feedback):
     # ---- what travels uncompressed -----------------------------------------------------------------------------------
 
     def advance_uncompressed(self, averages: Sequence[tuple[str, Tensor]]) -> None:
-        """Put the momentum into uncompressed averages, in place: they become the steps of momentum SGD.
+        """Apply momentum to uncompressed averages, in place: they become the steps of momentum SGD.
 
-        A parameter whose average is exactly zero had no gradient on any rank. Its velocity waits.
+        A parameter whose average is exactly zero had no gradient on any rank. Its velocity stays as it is.
         """
         named = [(name, x) for name, x in averages if x.numel()]
         if not self.momentum or not named:

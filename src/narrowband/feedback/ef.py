@@ -1,5 +1,6 @@
-"""Error feedback: what a codec leaves out is added to the next gradient (Seide et al. 2014; Karimireddy et al.,
-arXiv 1901.09847, algorithm 1).
+"""Error feedback: add what a codec lost of one gradient to the next gradient.
+
+Sources: Seide et al. 2014; Karimireddy et al., arXiv 1901.09847, algorithm 1.
 
 With gradient g, codec C and residual e::
 
@@ -7,27 +8,28 @@ With gradient g, codec C and residual e::
     send C(p)
     e = p − C(p)       # commit
 
-so that the sum of everything sent plus the residual is the sum of all gradients: nothing is lost, it is late.
+so that the sum of everything sent plus the residual is the sum of all gradients. Nothing is lost; it only arrives late.
 
-Where a rank averages a chunk for all ranks and encodes the mean m again, it keeps what that loses, too, as 1-bit Adam's
-server does (Tang et al., arXiv 2102.02888, algorithm 1). With its own error s of that chunk::
+Where a rank owns a chunk, averages it for all ranks and encodes the mean m again, it also keeps the error of that
+encoding, as 1-bit Adam's server does (Tang et al., arXiv 2102.02888, algorithm 1). With its owner error s of that
+chunk::
 
     q = s + m
     send C(q)
     s = q − C(q)
 
 Over N ranks, what was delivered plus the mean of all residuals plus the owners' errors is the sum of all means. An
-error s and a residual N · s of one rank stand for the same, so that one can take the other's place.
+owner error s has the same effect as an addition of N · s to one rank's residual, so one can replace the other.
 
-With ``decay=β`` what waits counts for less in every step: p = β·e + g, and q = β·s + m. What has waited for t steps
-counts β^t, and sums are no longer kept. SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) does so with β = 0.95 where
-updates are sent, and not gradients. There is no γ as in p = β·e + γ·g: where C(γ·x) = γ·C(x) all of e, p and C(p) are γ
-times as large, so that γ is a part of the learning rate.
+With ``decay=β`` the residual shrinks in every step: p = β·e + g, and q = β·s + m. What has waited for t steps counts
+β^t, so the sum above is no longer exact. SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) does this with β = 0.95, for
+updates instead of gradients. There is no γ as in p = β·e + γ·g: where C(γ·x) = γ·C(x), all of e, p and C(p) are γ times
+as large, so γ would only change the learning rate.
 
-With ``store=bf16`` or ``int8`` the residual is kept in 2 bytes or about 1 between steps, rounded stochastically, so
-that sums are kept on average: E[e] = p − C(p). Behind top-k with values in float32 one pass over gradient and residual
-does all of it (:func:`narrowband.kernels.compensate_kept`); otherwise it is read into float32 while its tensor is
-encoded.
+With ``store=bf16`` or ``int8`` the residual takes 2 bytes or about 1 per element between steps. It is rounded
+stochastically, so that the sum holds in expectation: E[e] = p − C(p). Behind top-k with float32 values, one pass over
+gradient and residual does everything (:func:`narrowband.kernels.compensate_kept`). Otherwise the residual is read into
+float32 while its tensor is encoded.
 """
 
 from __future__ import annotations
@@ -56,16 +58,17 @@ if TYPE_CHECKING:
 __all__ = ["ErrorFeedback"]
 
 
-#: Changes a seed, so that rounding what is kept does not draw what encoding has drawn.
+#: XORed with the seed, so that rounding the residual draws other random numbers than encoding.
 _OF_STORES = 0x6C078965
 
-#: The name of an owner's error in a state; ``fits`` and others find the tensor's own behind the last slash.
+#: The name of an owner error in a state: its chunk's start, the number of ranks and, last, the tensor's key.
 _OWNER = re.compile(r"owner/(?P<start>\d+)/(?P<ranks>\d+)/(?P<key>.+)")
 
 
 def _what_fits(residual: Tensor, x: Tensor, decay: float) -> Tensor:
-    """As much of a residual as keeps ``decay · residual + x`` in the range of x, in memory of its own. Where x is not
-    finite, the sum is not, either.
+    """Return a clamped copy of a residual, such that ``decay · residual + x`` does not overflow the dtype of x.
+
+    Where x is not finite, neither is the sum.
     """
     most, own = torch.finfo(x.dtype).max, x.float()
     return residual.clamp((-most - own).div_(decay), (most - own).div_(decay))
@@ -73,13 +76,13 @@ def _what_fits(residual: Tensor, x: Tensor, decay: float) -> Tensor:
 
 @functools.cache
 def _steps_as_ef(kind: type[ErrorFeedback]) -> bool:
-    """Whether a step of this class is that of ``ef``, which loops on a device may take and undo by themselves."""
+    """Return whether a class steps as ``ef`` does, so that kernels may do and undo a step on the device."""
     calls = ("encode", "commit", "can_roll_back", "roll_back", "roll_back_if")
     return all(getattr(kind, name) is getattr(ErrorFeedback, name) for name in calls)
 
 
 class _OwnerError(NamedTuple):
-    """What a rank lost of a mean that it encoded: of a chunk that begins at ``start``, among so many ranks."""
+    """The error of a mean that this rank encoded, of a chunk from element ``start`` on, among ``ranks`` ranks."""
 
     start: int
     ranks: int
@@ -90,7 +93,7 @@ class _OwnerError(NamedTuple):
         return slice(self.start, self.start + self.error.numel())
 
     def name(self, key: str) -> str:
-        """In a state."""
+        """Return the name of this error in a state."""
         return f"owner/{self.start}/{self.ranks}/{key}"
 
 
@@ -98,22 +101,24 @@ class _OwnerError(NamedTuple):
 class ErrorFeedback(Feedback):
     """What a codec leaves out is added to the next gradient; costs one float32 per element, or less.
 
-    Of what waits, float16 gradients take along as much as leaves the sum in their range; the rest waits on.
+    With float16 gradients, only as much of the residual is added as keeps the sum in the range of float16. The rest
+    waits.
 
-    For a float32 gradient, :meth:`encode` swaps: the residual's memory then holds p and the gradient's memory holds e,
-    which makes :meth:`roll_back` exact without a copy. A half-precision gradient cannot hold e, so there p is made in a
-    scratch tensor, nothing changes before :meth:`commit`, and rolling back is nothing to do.
+    For a float32 gradient, :meth:`encode` swaps memory: the residual's memory then holds p, and the gradient's memory
+    holds e, which makes :meth:`roll_back` exact without a copy. A half-precision gradient cannot hold e, so p is
+    computed in a scratch tensor. Nothing changes before :meth:`commit`, and :meth:`roll_back` has nothing to do.
 
     Args:
-        decay: what is left of the residual after a step in which it waited, above 0 and up to 1.
-        store: what it is kept in between steps: ``fp32``, ``bf16``, ``int8``; or ``cpu``: in float32, in the memory of
-            the CPU, for models on GPUs.
+        decay: the factor on the residual in each step that it waits, above 0 and up to 1.
+        store: how the residual is stored between steps: ``fp32``, ``bf16``, ``int8``; or ``cpu``: in float32, in CPU
+            memory, for models on GPUs.
     """
 
     name: ClassVar[str] = "ef"
     keeps_owner_errors: ClassVar[bool] = True
     commits_arrivals: ClassVar[bool] = True
-    #: Whether the residual says, apart from the sum, what is sent: then it must not wait in what is compressed.
+    #: Whether the residual by itself chooses a part of what is sent. Then it must be kept apart from the tensor: an
+    #: update that already contains the residual leaves nothing to choose by.
     chooses_by_residual: ClassVar[bool] = False
 
     decay: float = 1.0
@@ -121,9 +126,9 @@ class ErrorFeedback(Feedback):
 
     _kept: dict[str, Kept] = field(default_factory=dict, init=False, repr=False, compare=False)
     _seeds: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Where residuals are kept in fewer bits: those of tensors that are being encoded.
+    #: Key → residual. With a ``store`` other than ``fp32``: of tensors whose step is not decided yet.
     _residuals: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Tensors that were encoded and committed in one pass, and whether what is kept of them has changed.
+    #: Tensors that were encoded and committed in one pass → whether their stored residual has changed.
     _in_one_pass: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     _owner_errors: dict[str, _OwnerError] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -155,7 +160,7 @@ class ErrorFeedback(Feedback):
         if x.dtype != torch.float32:
             if x.dtype == torch.float16:
                 residual = _what_fits(residual, x, self.decay)
-            if codec.exact:  # sends what has 16 bits in 16 bits
+            if codec.exact:  # 16-bit elements are sent in 16 bits
                 total = (residual * self.decay + x).to(x.dtype)
                 return kernels.all_finite(total.float()), codec.encode(total.view(dims(shape)), seed=seed, out=out)
             x, residual = x.float(), residual.clone()
@@ -169,10 +174,10 @@ class ErrorFeedback(Feedback):
         return finite, payload
 
     def _open(self, key: str, x: Tensor, seed: int) -> None:
-        """Have a residual for a tensor that is about to be encoded.
+        """Make sure that a tensor that is about to be encoded has a residual, of zeros at first.
 
         Raises:
-            ValueError: there is one, of another size.
+            ValueError: its residual has another size.
         """
         if not self.holds(key):
             self.add_residual(key, torch.zeros(x.numel(), dtype=torch.float32, device=x.device))
@@ -186,13 +191,13 @@ class ErrorFeedback(Feedback):
         self._in_one_pass.pop(key, None)
 
     def _keeps_in_one_pass(self, codec: SelectingCodec, shape: Shape) -> bool:
-        """Whether what is sent is the k largest sums as they are: all that is kept is then known with them."""
+        """Return whether one pass can encode and commit: the codec sends the k largest sums, without rounding."""
         return self.store in ("bf16", "int8") and bool(codec.kept_largest(shape))
 
     def _encode_kept(
         self, key: str, x: Tensor, codec: SelectingCodec, *, shape: Shape, seed: int, out: Tensor | None
     ) -> tuple[bool, Tensor]:
-        """Encode and commit in one pass. If something was kept, the gradient's memory holds what was kept before."""
+        """Encode and commit in one pass. If it was finite, the gradient's memory then holds the former residual."""
         finite, at, values = self._kept[key].compensate(
             x, codec.kept(shape), decay=self.decay, sampled=codec.sampled, seed=seed, rounding=_OF_STORES ^ seed
         )
@@ -203,7 +208,7 @@ class ErrorFeedback(Feedback):
         return True, codec.pack(at, values, shape=shape, out=out)
 
     def _close(self, key: str, residual: Tensor) -> None:
-        """Keep a residual that was computed."""
+        """Store a new residual."""
         if self.store != "fp32":
             self._residuals.pop(key, None)
             self._kept[key].keep(residual, seed=_OF_STORES ^ self._seeds.get(key, 0))
@@ -219,8 +224,9 @@ class ErrorFeedback(Feedback):
         out: Tensor | None,
         subtract: bool,
     ) -> tuple[bool, Tensor]:
-        """``(x, residual) ← (residual, decay · residual + x)``, and a payload of that sum: see
-        :meth:`~narrowband.codecs.Codec.encode_compensated`.
+        """Compute ``(x, residual) ← (residual, decay · residual + x)`` and encode that sum.
+
+        See :meth:`~narrowband.codecs.Codec.encode_compensated`.
         """
         return codec.encode_compensated(
             x, residual, shape=shape, seed=seed, out=out, decay=self.decay, subtract=subtract
@@ -241,7 +247,7 @@ class ErrorFeedback(Feedback):
         if x.dtype == torch.float32 and isinstance(codec, SelectingCodec) and self._keeps_in_one_pass(codec, shape):
             self._residuals.pop(key, None)
             at, values = codec.elements(payload, shape)
-            if codec.sampled:  # what fills a payload up is nothing that was sent
+            if codec.sampled:  # padding of a payload was not sent
                 sent = (at < x.numel() - 1) | (values != 0)
                 at, values = at[sent], values[sent]
             self._kept[key].keep_rest(residual, at, values, seed=_OF_STORES ^ seed)
@@ -250,7 +256,7 @@ class ErrorFeedback(Feedback):
         return norms
 
     def _opened(self, key: str) -> Tensor:
-        """The residual as it was encoded."""
+        """Return the residual as :meth:`encode` left it."""
         residual = self._residuals.get(key)
         return self._kept[key].read() if residual is None else residual
 
@@ -272,7 +278,7 @@ class ErrorFeedback(Feedback):
             if changed:
                 self._kept[key].take_former(x)
         elif self.store != "fp32":
-            # Where nothing was committed, what is kept is still the former one; and that is what x holds.
+            # If nothing was committed, the former residual is still stored. Otherwise x holds it.
             if self._residuals.pop(key, None) is None and x.dtype == torch.float32:
                 self._kept[key].keep(x, seed=None)
         elif x.dtype == torch.float32:
@@ -355,7 +361,7 @@ class ErrorFeedback(Feedback):
             own.error.mul_(factor)
 
     def note(self, layers: Sequence[Layout], *, whole: bool) -> str | None:
-        """Where a codec loses more than it is given, of what is left of the residual."""
+        """Warn of codecs with which the residual may grow: their squared error, times decay², exceeds their input's."""
         for codec in dict.fromkeys(layer.codec for layer in layers):
             if codec.lost_share * self.decay**2 >= 1:
                 return (
@@ -398,7 +404,7 @@ class ErrorFeedback(Feedback):
 
     @staticmethod
     def moved(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
-        """An owner's error counts as often as there are ranks, and goes into this rank's own residual."""
+        """Move owner errors, times the number of ranks, into this rank's own residual."""
         own = {name: value for name, value in state.items() if _OWNER.fullmatch(name) is None}
         for name, error in state.items():
             place = _OWNER.fullmatch(name)
@@ -410,7 +416,10 @@ class ErrorFeedback(Feedback):
 
     @staticmethod
     def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The mean of residuals, with every owner's error in its place: it counts N times one rank's residual."""
+        """Return the mean of all residuals, plus every owner error at its chunk.
+
+        An owner error counts N times as much as one rank's residual.
+        """
         total: dict[str, Tensor] = {}
         errors: list[tuple[re.Match[str], Tensor]] = []
         for state in states:

@@ -1,17 +1,16 @@
-"""EF21: what is compressed is the change of the gradient (Richtárik, Sokolov & Fatkhullin, arXiv 2106.05203, algorithm
-2).
+"""EF21: compress the change of the gradient (Richtárik, Sokolov & Fatkhullin, arXiv 2106.05203, algorithm 2).
 
-With gradient x, codec C and g, what this rank has told the others of its gradient so far::
+With gradient x, codec C, the reference g that the other ranks hold of this rank's gradient, and h, the mean of all g::
 
     send c = C(x − g)       # encode
     g = g + c               # commit
     h = h + mean of all c   # deliver: the mean of all g, and what is delivered
 
-Error feedback adds up what codecs leave out and sends it later, however late. Here there is no residual: g follows the
-gradient, x − g becomes small where gradients settle, and then so does what C loses. That needs a C that errs by less
-than it is given (``topk``, ``sign``, ``lowrank``, quantizers of enough bits); with one that does not, g runs away. And
-it needs large batches, as error feedback of every kind does in theory (Fatkhullin, Tyurin & Richtárik, Momentum
-provably improves error feedback, 2023): of noise, changes are larger than the noise.
+Error feedback adds up what codecs leave out and sends it later, however late. EF21 has no residual: g follows the
+gradient, x − g becomes small where gradients settle, and then so does the error of C. This needs a C whose error is
+smaller than its input (``topk``, ``sign``, ``lowrank``, quantizers of enough bits); with any other C, g diverges. EF21
+also needs large batches, as error feedback of every kind does in theory (Fatkhullin, Tyurin & Richtárik, Momentum
+provably improves error feedback, 2023), because the change of a noisy gradient has more noise than the gradient.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["EF21"]
 
-#: A change of this magnitude counts as broken: g + C(x − g) must not leave float32, or it never comes back.
+#: A change of this magnitude counts as not finite: if g + C(x − g) overflowed float32, g would stay inf forever.
 TOO_LARGE = 2.0**100
 
-#: Prefix of keys of h, which is the same on all receivers.
+#: Prefix of h's names in a state. h is the same on all receivers.
 _SHARED = "shared/"
 
 
@@ -45,14 +44,13 @@ _SHARED = "shared/"
 class EF21(Feedback):
     """What is sent is how the gradient has changed, and there is no residual; costs two float32 per element.
 
-    One of them is on a sender, for g, and one on a receiver, for h; in data parallelism each rank is both (arXiv
-    2106.05203).
-    Between two parties there is an object on each side: the sender calls :meth:`encode` and :meth:`commit`, the
-    receiver :meth:`deliver` alone.
+    A sender keeps g and a receiver keeps h; in data parallelism each rank is both (arXiv 2106.05203). Between two
+    processes, each side has an object of its own: the sender calls :meth:`encode` and :meth:`commit`, and the receiver
+    calls only :meth:`deliver`.
 
-    Delivered is h, and not the mean of the changes that were just encoded. So a rank that did not use a parameter gets
-    a gradient for it if any rank used it, and its own zero counts like any other gradient, in this step and the next
-    ones. Where no rank used it, DDP ignores what is delivered, and g and h go towards zero.
+    h is delivered, not the mean of the changes that were just encoded. So a rank that did not use a parameter gets a
+    gradient for it if any rank used it, and the rank's own zero counts like any other gradient, in this step and later
+    ones. Where no rank used the parameter, DDP ignores what is delivered, and g and h go towards zero.
 
     Example:
         >>> handle = nb.compress_gradients(model, "topk:density=0.05+ef21")
@@ -65,13 +63,14 @@ class EF21(Feedback):
     _received_references: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def sent_reference(self, key: str) -> Tensor | None:
-        """What this sender has made the receivers hold under ``key`` (g, flat float32), or None if nothing ever was
-        sent. With one sender it is what they deliver, so a process that plays both ends need not decode.
+        """Return g, what the receivers hold of this sender under ``key``, flat float32; None if nothing was ever sent.
+
+        With one sender, g is also what receivers deliver, so a process that is both ends need not decode.
         """
         return self._sent_references.get(key)
 
     def received_reference(self, key: str) -> Tensor | None:
-        """The sum of all changes that arrived under ``key`` (h, flat float32), or None if nothing ever did."""
+        """Return h, the sum of all mean changes received under ``key``, flat float32; None if there were none."""
         return self._received_references.get(key)
 
     def check(self, codec: Codec) -> None:
@@ -125,7 +124,7 @@ class EF21(Feedback):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def _of(self, states: dict[str, Tensor], key: str, x: Tensor) -> Tensor:
-        """g or h, zeros at first."""
+        """Return g or h under ``key``, zeros at first."""
         state = states.get(key)
         if state is None:
             state = states[key] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
@@ -137,7 +136,7 @@ class EF21(Feedback):
         return state
 
     def residual(self, key: str) -> None:
-        """None: there is no residual."""
+        """Return None: there is no residual."""
 
     def scale(self, factor: float) -> None:
         for states in (self._sent_references, self._received_references):
@@ -160,6 +159,6 @@ class EF21(Feedback):
 
     @staticmethod
     def merged(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Every rank starts with g = h, the h that all ranks had: so h is again the mean of all g."""
+        """Let every rank start with g = h, where h is equal on all former ranks. So h is again the mean of all g."""
         shared = {name: h for state in states for name, h in state.items() if name.startswith(_SHARED)}
         return shared | {name.removeprefix(_SHARED): h for name, h in shared.items()}

@@ -1,4 +1,4 @@
-"""A residual between two steps: in float32, in fewer bits, or in the memory of the CPU."""
+"""Store a residual between two steps in fewer bits, or in CPU memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Kept", "Store"]
 
-#: What residuals may be kept in.
+#: How residuals may be stored.
 Store: TypeAlias = Literal["fp32", "bf16", "int8", "cpu"]
 
 
 class Kept:
-    """A flat float32 tensor that is kept in ``bf16`` or ``int8`` (:mod:`narrowband.kernels.stores`), or as it is in the
-    memory of the ``cpu``, from where it comes back to its own device when it is read.
+    """A flat float32 tensor stored as ``bf16`` or ``int8`` (:mod:`narrowband.kernels.stores`), or in CPU memory.
 
-    What is read, and kept again without a seed, is the same to the bit.
+    With ``cpu`` it is stored in float32, and read back onto its own device. A tensor that is read and stored again
+    without a seed stays the same to the bit.
 
     Args:
         x: the tensor.
-        store: in what.
-        seed: of stochastic rounding; None: to nearest.
+        store: how to store it.
+        seed: seed of stochastic rounding; None: round to nearest.
     """
 
     def __init__(self, x: Tensor, store: Store, *, seed: int | None = None) -> None:
@@ -44,9 +44,9 @@ class Kept:
         self.keep(x, seed=seed)
 
     def keep(self, x: Tensor, *, seed: int | None) -> None:
-        """Keep this one from now on."""
+        """Store ``x`` in place of the former tensor."""
         if self._codes.dtype == torch.float32:
-            self._codes.copy_(x, non_blocking=True)  # in the order of the stream, as is what reads it
+            self._codes.copy_(x, non_blocking=True)  # safe: reads are queued on the same stream
         elif self._exponents is None:
             kernels.keep_in_16(x, self._codes, seed=seed)
         else:
@@ -55,26 +55,27 @@ class Kept:
     def compensate(
         self, x: Tensor, k: int, *, decay: float, sampled: bool, seed: int, rounding: int
     ) -> tuple[bool, Tensor, Tensor]:
-        """Where it is kept in fewer bits: add a gradient, take the k largest, and keep the rest, in one pass; see
-        :func:`narrowband.kernels.compensate_kept`.
+        """Add a gradient, take the k largest, and store the rest, in one pass; for ``bf16`` and ``int8`` only.
+
+        See :func:`narrowband.kernels.compensate_kept`.
         """
         return kernels.compensate_kept(
             x, self._codes, self._exponents, k, decay=decay, sampled=sampled, seed=seed, rounding=rounding
         )
 
     def keep_rest(self, x: Tensor, at: Tensor, values: Tensor, *, seed: int) -> None:
-        """Keep what :meth:`compensate` keeps, to the bit, where these elements were taken. Changes ``x``."""
+        """Store what :meth:`compensate` would store, to the bit, if it took these elements. Changes ``x``."""
         if at.numel():
             x[at] = values.abs().amin()
         self.keep(x, seed=seed)
         self._codes[at] = 0
 
     def take_former(self, x: Tensor) -> None:
-        """Keep what was kept before :meth:`compensate`, which lies in the gradient's memory."""
+        """Restore the codes from before :meth:`compensate`, which has saved them in the gradient's memory."""
         kernels.take_former(x, self._codes, self._exponents)
 
     def read(self) -> Tensor:
-        """What is kept, in float32, in memory of its own."""
+        """Return the stored tensor as a new float32 tensor."""
         if self._exponents is None:
             return self._codes.to(self._device, torch.float32, non_blocking=True, copy=True)
         out = torch.empty(self.numel, dtype=torch.float32, device=self._codes.device)
@@ -82,12 +83,12 @@ class Kept:
         return out
 
     def copy_to(self, memory: Tensor) -> None:
-        """Write what is kept, as it is kept, into flat uint8 memory of :attr:`nbytes`."""
+        """Copy the stored bytes into flat uint8 memory of :attr:`nbytes`."""
         for codes, place in self._places(memory):
             place.copy_(codes)
 
     def copy_from(self, memory: Tensor) -> None:
-        """Keep what :meth:`copy_to` has written there."""
+        """Restore the bytes that :meth:`copy_to` has written to ``memory``."""
         for codes, place in self._places(memory):
             codes.copy_(place)
 
@@ -98,5 +99,5 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Of its memory, wherever that is."""
+        """Bytes of its memory, on whatever device."""
         return self._codes.nbytes + (0 if self._exponents is None else self._exponents.nbytes)

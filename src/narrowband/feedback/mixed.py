@@ -1,5 +1,6 @@
-"""Mixed error feedback: half of the elements are chosen by the input, half by the residual (Rudakov, Beznosikov,
-Kholodov & Gasnikov, arXiv 2401.07788, there EF-mixed).
+"""Mixed error feedback: the input chooses half of the elements to send, the residual the other half.
+
+The method is EF-mixed of Rudakov, Beznosikov, Kholodov & Gasnikov, arXiv 2401.07788.
 
 With input x, residual e and k elements to send::
 
@@ -8,18 +9,18 @@ With input x, residual e and k elements to send::
     sends=parts:  s = x at A, plus e at B
     e = x + e − s                                             # commit
 
-Either way at most k places are sent. Plain error feedback chooses by |x + e|. Residuals add up over steps, and where
-they outweigh x, what is new waits behind what is old; here each has its half.
+Both settings send at most k elements. Plain error feedback chooses by |x + e|. Residuals add up over steps, and where
+they outweigh x, new values wait behind old ones. With EF-mixed, each gets its half.
 
 The paper says: "compress the K/2 % largest of the input and K/2 % of the error buffer; then input vector and buffer are
-added up and sent, which gives no more than K % of non-zero values". Word for word that is C(x) + C(e) with a C that
-keeps k/2: ``sends=parts``. ``sends=sum`` has the same places and bytes, and leaves no residual behind at any of them,
-where ``parts`` keeps e at the places that x alone chose, and x at those that e alone chose. The authors' public code
-has no EF-mixed that would decide it. Both differ from C(x) + C(e) in two details: of an odd k the input has the larger
-half, and where the residual is zero throughout, as in a first step, the input has all of k instead of half.
+added up and sent, which gives no more than K % of non-zero values". Taken literally, this is C(x) + C(e) with a C that
+keeps k/2: ``sends=parts``. ``sends=sum`` sends the same places and as many bytes, and leaves no residual there, while
+``parts`` keeps e at the places that x alone chose, and x at those that e alone chose. The authors' public code has no
+EF-mixed that would settle the question. Both settings differ from C(x) + C(e) in two details. If k is odd, the
+input gets the larger half. If the residual is all zeros, as in a first step, the input chooses all k elements.
 
-The paper sends activations and their gradients between pipeline stages that way: feedback of any kind did not improve
-training there, but EF and EF21 made models that work without compression.
+The paper sends activations and their gradients between pipeline stages this way. There, no kind of feedback improved
+training, but EF and EF21 produced models that also work without compression.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class MixedFeedback(ErrorFeedback):
     """As ``ef``, behind ``topk`` only: half of the elements are chosen by the input, half by the residual.
 
     See arXiv 2401.07788. It keeps the same residual as ``ef``, so a layer can change between the two. Where the
-    residual is zero, the input alone chooses. A codec that keeps a single element (of a row) has no half for the
-    residual: the element is the input's largest.
+    residual is zero, the input alone chooses. Where a codec keeps a single element (of a row), that element is the
+    input's largest.
 
     Args:
-        decay: what is left of the residual after a step in which it waited, as for ``ef``.
-        store: what it is kept in between steps, as for ``ef``.
-        sends: of a chosen element ``sum``, input plus residual; or ``parts``: the input where the input chose it, plus
-            the residual where the residual did, which is the paper's C(x) + C(e).
+        decay: the factor on the residual in each step that it waits, as for ``ef``.
+        store: how the residual is stored between steps, as for ``ef``.
+        sends: the value sent for a chosen element. ``sum``: input plus residual. ``parts``: the input if the input
+            chose the element, plus the residual if the residual chose it, which is the paper's C(x) + C(e).
 
     Example:
         >>> handle = nb.compress_gradients(model, "topk:density=0.05+ef-mixed")
@@ -79,7 +80,7 @@ class MixedFeedback(ErrorFeedback):
             )
 
     def _keeps_in_one_pass(self, codec: SelectingCodec, shape: Shape) -> bool:
-        del codec, shape  # the sums alone do not choose
+        del codec, shape  # elements are not chosen by the sums
         return False
 
     def _encode(

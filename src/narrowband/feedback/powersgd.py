@@ -1,13 +1,13 @@
-"""PowerSGD's state: every rank's residual, and the factors that power iteration goes on from (Vogels et al., arXiv
-1905.13727).
+"""PowerSGD's state: each rank's residual, and the factors from which power iteration continues.
 
-The codec :class:`~narrowband.codecs.LowRank` factors one rank's matrix. PowerSGD factors the average of all, and needs
-no rank's matrix for that: products with the same factors add up. How they travel is the business of
-:mod:`narrowband.collectives.factor_reduce`; here is what stays between two steps.
+Source: Vogels et al., arXiv 1905.13727. The codec :class:`~narrowband.codecs.LowRank` factors the matrix of one rank.
+PowerSGD factors the average of all ranks' matrices without gathering them: products with the same factor add up. This
+module has the state between steps; :mod:`narrowband.collectives.factor_reduce` computes and sends the factors.
 
-With ``halves`` a step makes so many half rounds of power iteration, as the authors' package does
-(github.com/epfml/powersgd, whose ``num_iters_per_step`` this is; :mod:`narrowband.collectives.half_rounds`). They take
-turns between the two sides, over steps too, so that what stays is the left factor or the right one.
+With ``halves``, a step makes that many half rounds of power iteration
+(:mod:`narrowband.collectives.half_rounds`), as the authors' package does (github.com/epfml/powersgd, where the setting
+is ``num_iters_per_step``). Half rounds alternate between the two sides, over steps too, so the factor that is kept is
+the left one or the right one.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class PowerSGD(State):
     Args:
         rank: columns of the factors.
         iterations: rounds of power iteration per step; each takes two all-reduces.
-        warm_start: whether a step goes on from the factors of the one before; one round is then enough.
-        min_ratio: a matrix that is not more than so many times as large as its factors is averaged as it is; with
-            ``halves``, as what is sent of them in a step.
-        ef: whether the rest of a matrix, which its factors lack, is added to the next gradient.
-        halves: so many half rounds per step instead of whole ones. Each is one all-reduce of one factor, half of the
-            bytes of a round, and the average gets what each finds. 0: whole rounds, as in the paper.
+        warm_start: whether a step continues from the factors of the step before; one round is then enough.
+        min_ratio: a matrix is factored only if it has more than ``min_ratio`` times as many elements as its factors
+            (with ``halves``: as the factors that a step sends). Others are averaged uncompressed.
+        ef: whether to use error feedback: to add what the factors lack of a matrix to the next gradient.
+        halves: number of half rounds per step, in place of whole rounds. A half round is one all-reduce of one factor,
+            half the bytes of a round, and its result is part of the average. 0: whole rounds, as in the paper.
 
     Example:
         >>> handle = nb.compress_gradients(model, "powersgd:rank=8,halves=1")  # the bytes of powersgd:rank=4
@@ -66,11 +66,11 @@ class PowerSGD(State):
     ef: bool = True
     halves: int = 0
 
-    #: Key → where its residual lies: matrices of one shape are side by side, so that one product serves them all.
+    #: Key → (block, index) of its residual. Matrices of one shape share a block, so that one product serves them all.
     _places: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Key → factors (r × n, r × m) that were sent and that the next step will subtract from the residual.
+    #: Key → factors (r × n, r × m) that were sent, whose product the next step will subtract from the residual.
     _sent: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Key → the factor that the next step starts with: the right one (r × m) or, of other keys, the left one (r × n).
+    #: Key → the factor that the next step starts with: the right one (r × m) or, in ``_left``, the left one (r × n).
     _factors: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _left: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -95,11 +95,11 @@ class PowerSGD(State):
 
     @property
     def codec(self) -> LowRank:
-        """What factors one matrix by itself: for sizes and errors."""
+        """The codec that factors one matrix by itself, used to predict sizes and errors."""
         return LowRank(rank=self.rank, iterations=self.iterations)
 
     def factors(self, codec: Codec, shape: Shape) -> tuple[int, int, int]:
-        """(n, m, r) of a tensor of this shape; r = 0: averaged as it is."""
+        """Return (n, m, r) of a tensor of this shape; r = 0: it is averaged uncompressed."""
         if not isinstance(codec, LowRank):
             raise TypeError(f"powersgd averages factors of low rank; {codec} has none")
         sent = self.halves / 2 if self.halves else 1.0
@@ -110,18 +110,18 @@ class PowerSGD(State):
         return self.ef
 
     def behind(self, codec: Codec) -> State | None:
-        """With the rank of a ``lowrank`` codec; it stands behind no other."""
+        """Return this configuration with the rank of a ``lowrank`` codec; None for other codecs."""
         return replace(self, rank=codec.rank) if isinstance(codec, LowRank) else None
 
     def includes(self, other: State) -> bool:
         return self.ef and other == ErrorFeedback()
 
     def shares_state_with(self, other: State) -> bool:
-        """Ranks may differ, layer by layer."""
+        """Return whether the configurations are equal, except for the rank, which may differ from layer to layer."""
         return isinstance(other, PowerSGD) and replace(other, rank=self.rank) == self
 
     def layer_nbytes(self, codec: Codec, shape: Shape) -> int:
-        """With an odd number of half rounds the mean over two steps."""
+        """Return the bytes of one rank's factors per step; with an odd number of half rounds, the mean of two steps."""
         n, m, r = self.factors(codec, shape)
         return 2 * r * (n + m) * (self.halves or 2 * self.iterations) or 4 * numel_of(shape)
 
@@ -129,7 +129,7 @@ class PowerSGD(State):
         return self.factors(codec, shape)[2]
 
     def reserve(self, layers: Sequence[Layout]) -> None:
-        """Residuals of equal shape side by side, in this order, so that one product serves them all."""
+        """Allocate residuals of equal shape in one block, in this order, so that one product serves them all."""
         if not self.ef:
             return
         alike: dict[tuple[int, int], list[Layout]] = {}
@@ -142,7 +142,7 @@ class PowerSGD(State):
             self._places.update({layer.key: (room, at) for at, layer in enumerate(some)})
 
     def note(self, layers: Sequence[Layout], *, whole: bool) -> str | None:
-        """Where a rank is more than a matrix has."""
+        """Warn if no matrix can be factored, or if a rank is larger than a matrix has."""
         sizes = [(layer, *self.factors(layer.codec, layer.shape)) for layer in layers]
         if whole and sizes and not any(r for *_, r in sizes):
             return (
@@ -159,7 +159,7 @@ class PowerSGD(State):
     # ---- the residual ------------------------------------------------------------------------------------------------
 
     def matrix(self, key: str, n: int, m: int, device: torch.device) -> Tensor:
-        """The residual under ``key``, n × m, zeros at first; :meth:`sent_factors` are still to be subtracted."""
+        """Return the residual under ``key``, n × m, zeros at first, without :meth:`sent_factors` subtracted yet."""
         if key not in self._places:
             self._places[key] = (torch.zeros(1, n, m, dtype=torch.float32, device=device), 0)
         room, at = self._places[key]
@@ -171,7 +171,7 @@ class PowerSGD(State):
         return room[at].view(n, m)
 
     def block(self, keys: Sequence[str]) -> Tensor | None:
-        """The residuals of these matrices, (count, n, m), if they lie side by side in this order."""
+        """Return the residuals of these matrices as one tensor, (count, n, m), if they are contiguous in this order."""
         room, first = self._places[keys[0]]
         for step, key in enumerate(keys):
             other, at = self._places[key]
@@ -180,11 +180,11 @@ class PowerSGD(State):
         return room[first : first + len(keys)]
 
     def order(self, key: str) -> int:
-        """Where a matrix lies among those beside it."""
+        """Return the index of a matrix in its block."""
         return self._places[key][1] if key in self._places else 0
 
     def has_residual(self, key: str) -> bool:
-        """Whether there is room for the residual under ``key``."""
+        """Return whether a residual is allocated under ``key``."""
         return key in self._places
 
     def residual(self, key: str) -> Tensor | None:
@@ -214,22 +214,23 @@ class PowerSGD(State):
             self._places[key] = (residual.view(1, -1), 0)
 
     def sent_factors(self, key: str) -> tuple[Tensor, Tensor] | None:
-        """Factors that were sent, and that :meth:`matrix` still contains."""
+        """Return the factors that were sent and whose product :meth:`matrix` still contains, or None."""
         return self._sent.get(key)
 
     def record_sent(self, key: str, p: Tensor, q: Tensor) -> None:
-        """A step was good: the product of these factors has to be subtracted from the residual."""
+        """Record, after a good step, the factors whose product has to be subtracted from the residual."""
         self._sent[key] = p, q
 
     # ---- the factors -------------------------------------------------------------------------------------------------
 
     def starts_left(self, key: str) -> bool:
-        """Whether the factor that the next step starts with is the left one."""
+        """Return whether the factor that the next step starts with is the left one."""
         return key in self._left
 
     def factor(self, key: str, r: int, length: int, seed: int, device: torch.device) -> Tensor:
-        """The factor that this step starts with (r × m, or r × n if it :meth:`starts_left`), equal on all ranks: that
-        of the step before, with rows left out or new ones drawn where the rank has changed.
+        """Return the factor that this step starts with: r × m, or r × n if :meth:`starts_left`; equal on all ranks.
+
+        It is the factor of the step before. Where the rank has changed, rows are left out, or new rows are drawn.
         """
         before = self._left.get(key, self._factors.get(key)) if self.warm_start else None
         if before is None:
@@ -239,7 +240,7 @@ class PowerSGD(State):
         return before[:r]
 
     def keep(self, key: str, rows: Tensor, *, left: bool = False) -> None:
-        """The factor of a good step, to start the next one with. That of a matrix of zeros is not kept."""
+        """Keep the factor of a good step, to start the next step with. The factor of a matrix of zeros is not kept."""
         if self.warm_start and bool(rows.any()):
             kept, other = (self._left, self._factors) if left else (self._factors, self._left)
             kept[key] = rows.clone()
@@ -276,7 +277,7 @@ class PowerSGD(State):
 
     @staticmethod
     def moved(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
-        """Residuals alone: factors have to be equal on all ranks, and others have others."""
+        """Keep residuals only: factors have to be equal on all ranks, and other ranks have other factors."""
         del size
         return {name: value for name, value in state.items() if name.startswith("residual/")}
 

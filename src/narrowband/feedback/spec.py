@@ -1,5 +1,6 @@
-"""``codec[+feedback]``, or a method that is both: a whole spec string, such as ``topk:density=0.01+ef`` or
-``dgc:density=0.001``.
+"""Parse whole spec strings: ``codec[+feedback]``, or a method that brings both.
+
+Examples are ``topk:density=0.01+ef`` and ``dgc:density=0.001``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Compression", "Method", "available", "compression", "methods", "register_feedback"]
 
-#: A feedback that names its codec itself: :attr:`State.brings_codec`.
+#: A feedback that brings its own codec, see :attr:`State.brings_codec`.
 Method: TypeAlias = State
 
 _REGISTRY: Registry[State] = Registry(
@@ -35,45 +36,45 @@ _REGISTRY: Registry[State] = Registry(
 
 
 def register_feedback(kind: type[State]) -> type[State]:
-    """Let spec strings name this feedback, or method, by ``kind.name``.
+    """Register a feedback or method, so that spec strings can name it by ``kind.name``.
 
-    A package that is installed can name its class as an entry point of the group ``narrowband.feedbacks`` instead.
+    An installed package can declare the class as an entry point of the group ``narrowband.feedbacks`` instead.
 
     Args:
-        kind: a dataclass whose fields are the keys; :class:`Feedback` says what it has to do.
+        kind: a dataclass whose fields are the keys of the spec; :class:`Feedback` says what it has to implement.
 
     Returns:
-        ``kind``, so that this can be a decorator.
+        ``kind``, so that this function can be used as a decorator.
 
     Raises:
-        TypeError: no dataclass, or not derived from :class:`State`.
-        ValueError: no name, one that a spec string cannot hold, or one that a codec or feedback has already.
+        TypeError: the class is not a dataclass, or not derived from :class:`State`.
+        ValueError: it has no name, a name that a spec string cannot hold, or that of another codec or feedback.
 
-    ``docs/how-to/own-codec.md`` writes one.
+    ``docs/how-to/own-codec.md`` shows how to write one.
     """
     return _REGISTRY.register(kind)
 
 
 def available() -> dict[str, type[State]]:
-    """Every feedback by its name behind the ``+`` of a spec string."""
+    """Return every feedback that can stand behind the ``+`` of a spec string: name → class."""
     return {name: kind for name, kind in _REGISTRY.all().items() if not kind.brings_codec}
 
 
 def methods() -> dict[str, type[State]]:
-    """Every method that brings codec and feedback along, by its name in a spec string."""
+    """Return every method, which brings its own codec: name in a spec string → class."""
     return {name: kind for name, kind in _REGISTRY.all().items() if kind.brings_codec}
 
 
 @dataclass(frozen=True)
 class Compression:
-    """A codec, and the feedback around it if any. ``compression(str(c)) == c``.
+    """A codec, and the feedback behind it, if any. ``compression(str(c)) == c``.
 
     Raises:
         UnsupportedError: the feedback cannot stand behind that codec.
 
     Attributes:
         codec: turns tensors into bytes.
-        feedback: keeps what the codec loses; None: nobody does.
+        feedback: compensates for the codec's error; None: nothing does.
 
     Example:
         >>> chosen = nb.compression("topk:density=0.01+ef")
@@ -89,7 +90,7 @@ class Compression:
             self.feedback.check(self.codec)
 
     def beside(self, model: Compression) -> Compression:
-        """What a layer with this spec has in a model with that one: the model's feedback, where this names none.
+        """Return what a layer with this spec gets in a model with another spec: the model's feedback if it has none.
 
         Example:
             >>> str(nb.compression("qsgd:bits=4").beside(nb.compression("powersgd:rank=4")))
@@ -103,16 +104,16 @@ class Compression:
         return Compression(behind.codec if behind.brings_codec else self.codec, behind)
 
     def new_feedback(self) -> State | None:
-        """A feedback of this configuration, with no state yet."""
+        """Return a new feedback of this configuration, without state."""
         return replace(self.feedback) if self.feedback is not None else None  # type: ignore[type-var]
 
     def codec_at(self, step: int, epoch: int | None = None) -> Codec:
-        """The codec of a step (from 0): another one while a method warms up."""
+        """Return the codec of a step (from 0), which differs from ``codec`` while a method warms up."""
         changed = None if self.feedback is None else self.feedback.codec_at(step, epoch)
         return self.codec if changed is None else changed
 
     def layer_nbytes(self, shape: Shape) -> int:
-        """Bytes of one rank's payload for a layer of this shape."""
+        """Return the bytes of one rank's payload for a layer of this shape."""
         if self.feedback is None:
             return self.codec.payload_nbytes(shape)
         return self.feedback.layer_nbytes(self.codec, shape)
@@ -128,7 +129,7 @@ class Compression:
 
 
 def compression(spec: str | Codec | Compression | State) -> Compression:
-    """The codec and feedback that a spec string names.
+    """Return the codec and feedback that a spec string names.
 
     Args:
         spec: ``codec[+feedback]`` or a method, such as ``topk:density=0.01+ef`` or ``dgc:density=0.001``; or a codec,
@@ -163,6 +164,6 @@ def compression(spec: str | Codec | Compression | State) -> Compression:
 
 
 def _feedback(text: str) -> State:
-    """What stands behind the '+' of a spec string."""
+    """Parse the part of a spec string behind the '+'."""
     _REGISTRY.find(codecs.name_of(text))
     return codecs.parse_term(text, available(), "feedback")

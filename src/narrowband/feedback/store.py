@@ -1,13 +1,14 @@
-"""Rows of numbers by sample, in memory or in a file: the buffers of AQ-SGD (see :mod:`narrowband.feedback.aqsgd`).
+"""Store one row of numbers per sample, in memory or in a file: the buffers of :mod:`narrowband.feedback.aqsgd`.
 
-Rows lie in chunks, and a store that grows adds a chunk as large as all it has, so nothing is ever copied and at most
-half is spare. A file is mapped chunk by chunk, and has room on the disk only for rows that were put.
+Rows lie in chunks. A store that grows adds a chunk as large as all chunks before together, so no row is ever copied,
+and at most half of the memory is spare. A file is memory-mapped chunk by chunk, and takes disk space only for rows that
+were put.
 
-The file begins with a page that says what it holds (``_HEADER``): the format, how rows are kept, their length, the
-token of the run that made it, and how often rows were changed. A state of the store holds token and count, not the
-rows: they are those of the state as long as both are equal. The count goes up before a row changes, and is written
-through to the disk the first time after a state was taken, so a run that was killed, or whose machine was, leaves no
-changed row behind a count that a state knows.
+The file begins with a header page (``_HEADER``): the format, how rows are stored, their length, the token of the run
+that created the file, and how many changes of rows there were. The state of such a store has the token and the count,
+not the rows: the file's rows are those of the state as long as both are equal. The count is increased before a row
+changes. The first increase after a state was taken is flushed to the disk. So if the process or the machine is killed,
+the file never has a changed row together with a count that a state knows.
 """
 
 from __future__ import annotations
@@ -39,38 +40,37 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.uint8}
 _INT8 = Uniform(bits=8, group=256, symmetric=True)
 _FP16_MAX = 65504.0
 
-#: A chunk is at most so large, or one row: what may be spare in memory, and what one mapping of a file covers.
+#: Largest chunk in bytes (or one row, if that is larger): in memory, where it may be spare, and of one file mapping.
 _MEMORY_CHUNK, _FILE_CHUNK = 1 << 26, 1 << 30
 
-#: Format, how rows are kept, elements of a row, token, count of updates. Rows begin at ``_HEADER_NBYTES``.
+#: Format, how rows are stored, elements of a row, token, count of changes. Rows begin at ``_HEADER_NBYTES``.
 _HEADER = struct.Struct("<16s8sQ32sQ")
 _HEADER_NBYTES = 4096
 _FORMAT = b"narrowband rows1"
 
 
 class SampleStore:
-    """Rows of ``numel`` numbers, each under the id of a sample.
+    """A store of one row of ``numel`` numbers per sample id.
 
-    A row takes :attr:`nbytes_per_sample` bytes: for n elements 4·n with ``fp32``, 2·n with ``fp16``, and with ``int8``
-    n + 4·⌈n/256⌉, rounded up to a multiple of 4: 1.016 bytes an element.
+    A row of n elements takes :attr:`nbytes_per_sample` bytes: 4·n with ``fp32``, 2·n with ``fp16``, and with ``int8``
+    n + 4·⌈n/256⌉, rounded up to a multiple of 4, which is 1.016 bytes per element.
 
-    When the budget is used up, new samples are not kept, and those that are there stay. An epoch visits all samples
-    before it visits one again, so if the oldest made room, every one would be gone before its turn.
+    When the budget is used up, new samples are not stored, and stored samples stay. Evicting the oldest would not help:
+    an epoch visits all samples before it visits one again, so every row would be evicted before it is needed.
 
     Args:
         numel: elements of a row.
-        keep: how rows are kept. What was put is rounded to ``fp16`` (clamped to ±65,504), or to ``int8`` in steps of
-            1/127 of the largest magnitude among 256 neighbours; to the nearest, so that two stores that are given the
-            same numbers keep the same.
-        budget_nbytes: bytes that rows may take; None: no limit.
-        folder: keep rows there, in a file of this store alone, instead of in memory. It is made when the first row is
-            put.
-        name: of that file, without its ending.
-        chunk_nbytes: by how much memory, or a file's mapping, grows at most; at least one row. None: 64 MiB of memory,
-            1 GiB of a file.
+        keep: how rows are stored. Values are rounded to ``fp16`` (clamped to ±65,504), or to ``int8`` in steps of 1/127
+            of the largest magnitude among 256 neighbours. Rounding is to nearest, so that two stores that are given the
+            same numbers store the same.
+        budget_nbytes: limit of the bytes of all rows; None: no limit.
+        folder: keep rows in a file in this folder, used by this store alone, instead of in memory. The file is created
+            when the first row is put.
+        name: name of the file, without its suffix.
+        chunk_nbytes: largest size of a chunk, at least one row. None: 64 MiB in memory, 1 GiB in a file.
 
     Raises:
-        ValueError: a number or word out of range, or a budget that has not room for one row.
+        ValueError: an argument is out of range, or the budget has no room for one row.
 
     Example:
         >>> store = SampleStore(1024, keep="fp16", budget_nbytes=10**9)
@@ -114,16 +114,16 @@ class SampleStore:
         self._hold({}, [])
 
     def _hold(self, places: dict[int, int], chunks: list[Tensor]) -> None:
-        """From now on, have these rows, at their places in these chunks."""
+        """Replace the rows: ``places`` says where each sample's row is in the chunks."""
         self._places = places
         self._chunks: list[Tensor] = []
         self._starts = [0]  # the first place of each chunk, and of the next one
         for chunk in chunks:
             self._append(chunk)
-        #: Places below this one have, or had, a row; those of them that are free now.
+        #: All places below this one have, or had, a row. ``_free`` lists those that are free now.
         self._top = max(places.values(), default=-1) + 1
         self._free = list(set(range(self._top)) - set(places.values()))
-        #: The stored row that is being written to, and its sample: a change that was counted, and needs no copy.
+        #: (sample, row) that :meth:`row` lent for writing: :meth:`put` need neither count nor copy it.
         self._lent: tuple[int, Tensor] | None = None
 
     def _append(self, chunk: Tensor) -> None:
@@ -134,7 +134,7 @@ class SampleStore:
 
     @property
     def nbytes_per_sample(self) -> int:
-        """Bytes of a row, in memory or in the file."""
+        """Bytes of a row in memory or in the file."""
         return _width(self.keep, self.numel) * _DTYPES[self.keep].itemsize
 
     @property
@@ -143,24 +143,24 @@ class SampleStore:
         return len(self._places) >= self._capacity
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples that are held."""
         return len(self._places)
 
     def ids(self) -> Tensor:
-        """The samples that are held: int64, ascending."""
+        """Return the ids of samples that are held: int64, ascending."""
         return torch.tensor(sorted(self._places), dtype=torch.int64, device="cpu")
 
     def has(self, ids: Tensor | Iterable[int]) -> list[bool]:
-        """Which of these samples are held."""
+        """Return for each of these samples whether it is held."""
         return [sample in self._places for sample in _listed(ids)]
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def row(self, sample: int, *, write: bool = False) -> Tensor:
-        """The row of a sample that is held: float32 (numel,).
+        """Return the row of a sample that is held: float32 (numel,).
 
-        With ``fp32`` that is the stored row itself. Otherwise it is decoded into a tensor that the next call uses
-        again, and what is to stay has to be :meth:`put`.
+        With ``fp32`` it is the stored row itself. Otherwise it is decoded into a tensor that the next call overwrites,
+        and changes have to be stored by :meth:`put`.
 
         Args:
             write: whether the caller will write to the row.
@@ -183,7 +183,7 @@ class SampleStore:
         return _INT8.decode(stored, self._scratch)
 
     def put(self, sample: int, x: Tensor) -> bool:
-        """Keep these numbers, rounded, as the row of a sample; whether they are kept.
+        """Store these numbers, rounded, as the row of a sample, and return whether they were stored.
 
         They are not if the sample is new and the store is full.
 
@@ -222,7 +222,7 @@ class SampleStore:
         return True
 
     def keep_only(self, ids: Tensor | Iterable[int]) -> None:
-        """Let go of all samples but these. Their room is used again."""
+        """Drop all samples but these. The memory of dropped rows is reused."""
         self._lent = None
         wanted = set(_listed(ids))
         for sample in [sample for sample in self._places if sample not in wanted]:
@@ -233,13 +233,13 @@ class SampleStore:
         return self._chunks[at][place - self._starts[at]]
 
     def _count(self) -> None:
-        """A row is going to change."""
+        """Count a change of a row, before it happens."""
         self._updates += 1
         if self._file is not None:
             self._file.count(self._updates)
 
     def _new_place(self, sample: int) -> int:
-        """Where a new sample goes, with room made for it."""
+        """Return the place of a new sample's row, and allocate it if needed."""
         if not -(2**63) <= sample < 2**63:
             raise ValueError(f"{sample} is no id of a sample: ids are 64-bit integers")
         if self._free:
@@ -258,7 +258,7 @@ class SampleStore:
         return self._top - 1
 
     def _more(self) -> int:
-        """Rows of the next chunk."""
+        """Return the number of rows of the next chunk."""
         there = self._starts[-1]
         return int(min(max(1, there), max(1, self._chunk_nbytes // self.nbytes_per_sample), self._capacity - there))
 
@@ -273,10 +273,10 @@ class SampleStore:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, words and tensors (not copies): the samples and where they are, and the rows if they are in memory.
+        """Return numbers, strings and tensors (not copies): the samples, their places, and rows that are in memory.
 
-        Rows in a file stay there, and are on the disk when this returns. They are those of this state until one of
-        them changes.
+        Rows in a file stay there, and are flushed to the disk when this returns. The state is valid until one of them
+        changes.
         """
         self._lent = None
         ids = self.ids()
@@ -289,14 +289,14 @@ class SampleStore:
         return state | {"token": self._token, "updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hold what the state holds, and nothing else.
+        """Replace all rows by those of the state.
 
-        If the file has gone on since the state was taken, or is missing or incomplete, its rows are not those of the
-        state: all are dropped, and a warning says so.
+        If the file has changed since the state was taken, or is missing or incomplete, its rows are not those of the
+        state: all are dropped with a warning.
 
         Raises:
-            ValueError: what is no state, or one of other rows, of more than the budget, or of a store in another place;
-                a file of another run. Nothing has changed then.
+            ValueError: not a state; a state of other rows, of more rows than the budget allows, or of rows in memory
+                where this store has a file, or the reverse; or a file of another run. Nothing has changed then.
         """
         places = self._places_of(state)
         if self._path is None:
@@ -313,14 +313,14 @@ class SampleStore:
         self._hold(places, [] if file is None or not file.length else [file.rows(0, file.length)])
 
     def check_state(self, state: object) -> None:
-        """Raise ValueError unless :meth:`load_state_dict` can take this state; a file it looks at by itself."""
+        """Raise ValueError unless :meth:`load_state_dict` can take this state. The file is not checked."""
         self._places_of(state)
 
     def _places_of(self, state: object) -> dict[int, int]:
-        """The samples of a state, and where they are, if this store can hold them.
+        """Return sample → place of a state.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: this store cannot hold the state's samples.
         """
         if not isinstance(state, Mapping) or (lacking := {"numel", "keep", "ids", "places"} - state.keys()):
             what = f"one without {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else type(state).__name__
@@ -355,7 +355,7 @@ class SampleStore:
         return places
 
     def _check_rows(self, rows: object) -> None:
-        """Raise ValueError unless these are rows as this store keeps them, and finite."""
+        """Raise ValueError unless these are finite rows in this store's format."""
         dtype, width = _DTYPES[self.keep], _width(self.keep, self.numel)
         if not isinstance(rows, Tensor):
             raise ValueError(f"the state holds {type(rows).__name__} for rows, where a tensor belongs")
@@ -372,10 +372,10 @@ class SampleStore:
 
 
 def _paired(ids: object, places: object) -> dict[int, int]:
-    """Samples, and where each of them is: no two in one place.
+    """Return sample → place, where no two samples have one place.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: the arguments do not say that.
     """
     for name, value in (("ids", ids), ("places", places)):
         dense = isinstance(value, Tensor) and value.layout == torch.strided
@@ -392,16 +392,16 @@ def _paired(ids: object, places: object) -> dict[int, int]:
 
 
 def _width(keep: Keep, numel: int) -> int:
-    """Stored elements of a row."""
+    """Return the number of stored elements of a row."""
     return _INT8.payload_nbytes(numel) if keep == "int8" else numel
 
 
-#: How rows are kept, their elements, the token of the run.
+#: (how rows are stored, elements of a row, token of the run).
 _Form: TypeAlias = "tuple[Keep, int, str]"
 
 
 class _File:
-    """The file of a store: its header, and mappings of its rows."""
+    """The file of a store: its header, and memory mappings of its rows."""
 
     def __init__(self, path: Path, form: _Form, updates: int) -> None:
         self.updates = updates
@@ -411,10 +411,10 @@ class _File:
         self._row_nbytes = self._width * self._dtype.itemsize
         with path.open("r+b") as file:
             self._header = mmap.mmap(file.fileno(), _HEADER_NBYTES)
-            #: Rows that it has room for, as of when it was opened.
+            #: Rows that the file had room for when it was opened.
             self.length = (os.fstat(file.fileno()).st_size - _HEADER_NBYTES) // self._row_nbytes
         self._maps: list[mmap.mmap] = []
-        #: Whether a state knows the count that is on the disk.
+        #: Whether a state may have the count that is on the disk: the next one must then be flushed.
         self._state_has_count = True
 
     @classmethod
@@ -431,10 +431,10 @@ class _File:
 
     @classmethod
     def old(cls, path: Path, form: _Form) -> _File | None:
-        """The file that is there, or None.
+        """Open the file if it exists, else return None.
 
         Raises:
-            ValueError: it belongs to another run.
+            ValueError: the file belongs to another run.
         """
         if not path.exists():
             return None
@@ -448,14 +448,14 @@ class _File:
         return cls(path, form, updates)
 
     def __reduce__(self) -> NoReturn:
-        """Copies and pickles are refused, in words."""
+        """Refuse copying and pickling with a message that says what to do."""
         raise TypeError(
             f"{self._path} belongs to one store, and a copy would change the same rows: save state_dict() and load it, "
             "or keep rows in memory"
         )
 
     def rows(self, first: int, count: int) -> Tensor:
-        """``count`` rows from the place ``first`` on; the file grows as needed."""
+        """Map ``count`` rows from the place ``first`` on; the file grows as needed."""
         begin, nbytes = _HEADER_NBYTES + first * self._row_nbytes, count * self._row_nbytes
         skew = begin % mmap.ALLOCATIONGRANULARITY
         with self._path.open("r+b") as file:
@@ -467,12 +467,12 @@ class _File:
         return flat.view(count, self._width)
 
     def reserve(self, place: int) -> None:
-        """Have room for a row on the disk: writing to a mapping of what has none would end the process."""
+        """Allocate disk space for a row: writing to a mapping without disk space would kill the process."""
         with self._path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), _HEADER_NBYTES + place * self._row_nbytes, self._row_nbytes)
 
     def count(self, updates: int) -> None:
-        """Write the count of updates, before the row that changes."""
+        """Write the count of changes, before the row changes."""
         self.updates = updates
         struct.pack_into("<Q", self._header, _HEADER.size - 8, updates)
         if self._state_has_count:
@@ -480,7 +480,7 @@ class _File:
             self._header.flush()
 
     def flush(self) -> None:
-        """Have all on the disk: a state is going to know the count."""
+        """Flush everything to the disk, because a state is about to record the count."""
         for memory in (*self._maps, self._header):
             memory.flush()
         self._state_has_count = True
