@@ -1,6 +1,6 @@
-"""Which compression for which layer, decided while training runs.
+"""Choose the compression of each layer while training runs.
 
-A :class:`Policy` looks at gradients that were added up over a window of steps, and makes a :class:`Plan`.
+A :class:`Policy` looks at gradients summed over a window of steps, and makes a :class:`Plan`: a spec for every layer.
 """
 
 from __future__ import annotations

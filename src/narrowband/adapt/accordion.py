@@ -1,4 +1,4 @@
-"""Accordion: little compression while gradients change fast, much otherwise (Agarwal et al., arXiv 2010.16248)."""
+"""Accordion: compress little while gradients change fast, and much otherwise (Agarwal et al., arXiv 2010.16248)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ["Accordion"]
 
 @dataclass
 class Accordion(Policy):
-    """Two levels of compression per layer, switched by how much its gradient's norm changed between two windows.
+    """Switches each layer between two specs, by how much its gradient's norm changed from one window to the next.
 
     A layer whose norm changed by a share of at least ``eta`` is in a critical regime, and gets ``low``; others get
-    ``high``. In the first window all are critical.
+    ``high``. In the first window all layers are critical.
 
     Args:
-        low: the spec of little compression.
-        high: the spec of much compression.
-        eta: the share of change from which a regime is critical (0.5 in the paper).
+        low: the spec with little compression.
+        high: the spec with much compression.
+        eta: the relative change from which a regime is critical (0.5 in the paper).
         every: steps between decisions (10 epochs in the paper).
         warmup_steps: steps before the first decision, which are not compressed.
 
     Raises:
-        ValueError: a spec or a number that cannot be.
+        ValueError: a spec or a number is not valid.
 
     Example:
         >>> handle = nb.compress_gradients(model, nb.Accordion("powersgd:rank=4", "powersgd:rank=1", every=100))
@@ -70,7 +70,7 @@ class Accordion(Policy):
             norm = float(torch.linalg.vector_norm(x.float()))
             before = self._norms.get(name)
             self._norms[name] = norm
-            critical = before is None or not abs(before - norm) < self.eta * before  # NaN is one, too
+            critical = before is None or not abs(before - norm) < self.eta * before  # NaN counts as critical
             chosen.append(compression(self.low if critical else self.high))
         return plan_of(chosen, gradients, self, step=step, traffic=traffic)
 

@@ -1,5 +1,6 @@
-"""CGX's heuristic: layers in clusters by size and error, large ones that lose little compressed most (Markov et al.,
-arXiv 2111.08617).
+"""CGX's heuristic: cluster layers by size and error, and compress large layers with small errors most.
+
+Source: Markov et al., arXiv 2111.08617.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ __all__ = ["KMeans"]
 
 @dataclass
 class KMeans(Policy):
-    """Choices spread over clusters of layers, by scikit-learn's k-means on (log of size, error of the reference).
+    """Assigns choices to clusters of layers, by scikit-learn's k-means on (log of size, error of the reference).
 
-    Nothing bounds the error: what L-GreCo is compared with.
+    The error is not bounded. This is a baseline for L-GreCo.
 
     Args:
-        reference: the spec whose errors place the layers.
-        choices: specs from which clusters get theirs; by default those around the reference.
-        clusters: how many (6 in the L-GreCo paper's comparison).
+        reference: the spec whose errors are a coordinate of the clustering.
+        choices: specs that clusters may get; by default those around the reference.
+        clusters: number of clusters (6 in the L-GreCo paper's comparison).
         every: steps between decisions.
         warmup_steps: steps before the first decision, which are not compressed.
-        seed: of k-means.
+        seed: seed of k-means.
 
     Raises:
-        ValueError: a spec or a number that cannot be.
+        ValueError: a spec or a number is not valid.
         UnsupportedError: scikit-learn is not installed.
 
     Example:
@@ -80,7 +81,7 @@ class KMeans(Policy):
         points = np.stack([_unit(np.log([max(1, x.numel()) for x in gradients.values()])), _unit(error)], axis=1)
         clusters = min(self.clusters, len(np.unique(points, axis=0)))
         found = Clustering(clusters, n_init=10, random_state=self.seed).fit(points)
-        # From the cluster that bears most compression, large and losing little, to the one that bears least.
+        # Rank 0 is the cluster to compress most: large layers with small errors.
         rank = np.empty(clusters, dtype=int)
         rank[np.argsort(found.cluster_centers_ @ np.array([-1.0, 1.0]), kind="stable")] = np.arange(clusters)
         by_size = np.argsort(table.sizes.sum(axis=0), kind="stable")
@@ -90,7 +91,7 @@ class KMeans(Policy):
 
 
 def _unit(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Shifted and scaled to [0, 1]."""
+    """Return values shifted and scaled to [0, 1]."""
     x = np.asarray(values, dtype=np.float64)
     width = np.ptp(x)
     return (x - x.min()) / width if width else np.zeros_like(x)

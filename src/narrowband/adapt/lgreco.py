@@ -1,5 +1,6 @@
-"""L-GreCo: the compression of every layer, chosen so that the whole model's error stays below a bound (Alimohammadi et
-al., arXiv 2210.17357).
+"""L-GreCo: choose the compression of every layer such that the error of the whole model stays within a budget.
+
+Source: Alimohammadi et al., arXiv 2210.17357.
 """
 
 from __future__ import annotations
@@ -29,35 +30,35 @@ __all__ = ["LGreCo", "lower_bound", "solve"]
 
 log = logging.getLogger(__name__)
 
-#: A byte counts at least as this share of the dearest. Noise makes a regression find bytes that cost nothing, and of
-#: such a layer the most would be sent, whether or not that is good for anything.
+#: The least price of a layer's byte, as a share of the highest price. Because of noise, a regression finds bytes that
+#: cost nothing, and without this limit such a layer would be sent in full, whether or not that improves anything.
 _LEAST_PRICE = 0.01
 
 
 @dataclass
 class LGreCo(Policy):
-    """The fewest bytes, or seconds, at the error of a compression that is known to be safe.
+    """Minimizes bytes, or seconds, at the error of a compression that is known to be safe.
 
-    At every decision the gradients since the last one are looked at: an error for every layer and choice, a budget that
-    is what the reference would lose in all layers together, and :func:`solve`.
+    A decision has three steps. It computes the error of every choice for every layer, on the gradients since the last
+    decision. It sets the budget to the sum of the reference's errors over all layers. Then :func:`solve` chooses.
 
     Args:
         reference: the spec that is known to be safe for all layers; or a policy, such as
             :class:`~narrowband.adapt.Accordion`, whose plan sets the budget anew at every decision.
         choices: specs that a layer may get, of one family or several, ``none`` among them if that is allowed; by
             default those around the reference that the paper searches (:func:`~narrowband.adapt.search_space`).
-        every: steps between decisions; an epoch's is usual.
+        every: steps between decisions; the steps of an epoch are usual.
         warmup_steps: steps before the first decision, which are not compressed.
-        last: how many steps before a decision it looks at, such as the 10 of the authors' code; 0: all since the one
-            before, as the paper has it. Ten of a hundred lost 7.6 % ± 3.2 % less with low rank
+        last: number of steps before a decision whose gradients are used, such as the 10 of the authors' code; 0: all
+            steps since the decision before, as in the paper. Ten of a hundred lost 7.6 % ± 3.2 % less with low rank
             (``python -m reproduce.candidates``).
         alpha: the budget, as a multiple of the reference's error.
-        metric: what adds up over layers: L2 norms of errors, as in the paper, or their squares.
-        objective: what is smallest in the end: ``bytes``, or ``time``.
-        seconds_per_byte: for ``time``, layer → seconds that a byte of it takes: :func:`~narrowband.measure_times`
-            finds out; :func:`~narrowband.adapt.bucket_priority` has the paper's guess (appendix A). Bytes of no layer
-            are quite free: each counts at least a hundredth of the dearest, and all alike where none takes time.
-        discretization: steps that the budget is cut into.
+        metric: what is added up over layers: L2 norms of errors, as in the paper, or their squares.
+        objective: what is minimized: ``bytes``, or ``time``.
+        seconds_per_byte: for ``time``, layer → seconds that a byte of it takes. :func:`~narrowband.measure_times`
+            measures them; :func:`~narrowband.adapt.bucket_priority` returns the paper's heuristic (appendix A). A byte
+            counts at least a hundredth of the most expensive one; if all are zero, all count the same.
+        discretization: number of steps that the budget is divided into.
 
     Example:
         >>> policy = LGreCo(reference="powersgd:rank=4", every=500)
@@ -95,7 +96,7 @@ class LGreCo(Policy):
         self.specs()
 
     def specs(self) -> list[str]:
-        """What a layer may get; the reference is always among it."""
+        """Return the specs that a layer may get, which always include the reference."""
         found = search_space(self.start) if self.choices is None else [str(compression(c)) for c in self.choices]
         aims = self.reference.specs() if isinstance(self.reference, Policy) else [str(self._default)]
         return list(dict.fromkeys([*found, *map(str, map(compression, aims))]))
@@ -158,8 +159,9 @@ class LGreCo(Policy):
             layers = [(table.choices[at], shape) for at, shape in zip(columns, table.shapes, strict=True)]
             return math.fsum(price * traffic.nbytes(layers))
 
-        # By which collective a codec travels depends on how much there is of it: a plan's sizes are known once it is
-        # made. They are no less than where there is plenty of every codec, and no more than where each layer is alone.
+        # A codec's collective depends on how many bytes all its layers have together, so a plan's sizes are known only
+        # once it is made. ``least`` is a lower bound: all choices of all layers together, so that every codec has many
+        # bytes. Sizes of each layer alone are an upper bound.
         pairs = [(choice, shape) for shape in table.shapes for choice in table.choices]
         least = np.array(traffic.nbytes(pairs), dtype=np.float64).reshape(errors.shape)
         chosen = chosen_by(least)
@@ -170,7 +172,7 @@ class LGreCo(Policy):
         return chosen, budget
 
     def _price(self, layers: Sequence[str]) -> NDArray[np.float64]:
-        """What a byte of each layer costs."""
+        """Return the price of a byte of each layer."""
         if self.seconds_per_byte is None:
             return np.ones(len(layers))
         missing = [name for name in layers if name not in self.seconds_per_byte]
@@ -188,34 +190,35 @@ def solve(
     *,
     known: Sequence[int] | None = None,
 ) -> NDArray[np.intp]:
-    """The choice for every layer that makes the total size smallest while the total error stays within the budget.
+    """Choose for every layer, such that the total size is smallest while the total error stays within the budget.
 
-    A knapsack, solved in two ways, of which the smaller result is taken:
+    This is a knapsack problem. It is solved in two ways, and the smaller result is taken:
 
-    * algorithm 1 of the paper, a dynamic program: O(layers · choices · discretization) time, O(layers · discretization)
-      memory. The paper cuts the budget into steps; here what is cut is the part of it that every layer's least error
-      leaves over. Errors above the least are rounded up to whole steps, so that their true sum never exceeds the
-      budget;
-    * Lagrangian relaxation: from the least errors on, the saving with the smallest error per byte is taken next, in
-      the order that is optimal where choices may be mixed, and those are left out that do not fit.
+    * Algorithm 1 of the paper, a dynamic program: O(layers · choices · discretization) time, O(layers · discretization)
+      memory. The paper divides the whole budget into steps. Here the steps divide only the part of the budget above the
+      sum of all layers' least errors. Errors above the least are rounded up to whole steps, so that their true sum
+      never exceeds the budget.
+    * Lagrangian relaxation: start with every layer's least error. Then take savings in order of error per byte,
+      smallest first, which is optimal if layers may mix choices, and skip those that do not fit.
 
-    What either leaves of the budget is then spent, largest saving first. The total size is no more than the best
-    possible for a budget whose part above the least errors is smaller by (layers + 1) / discretization. It is also no
-    more than the Lagrangian bound, below which no choice can be, plus the largest difference in size between two
-    choices of one layer.
+    The rest of the budget is then spent, largest saving first. The total size is at most the best possible for a budget
+    whose part above the least errors is smaller by a share of (layers + 1) / discretization. It is also at most the
+    Lagrangian bound, which is a lower bound for all choices, plus the largest difference in size between two choices of
+    one layer.
 
     Args:
-        sizes: (layers, choices), what each choice costs: bytes, or seconds. inf: not allowed.
-        errors: (layers, choices), what each does to a layer; adds up over layers. inf: not allowed.
-        budget: what the errors may add up to.
-        discretization: steps that the budget above the least errors is cut into.
-        known: a choice for every layer that the result must not be larger than, if it is within the budget.
+        sizes: (layers, choices), the cost of each choice, in bytes or seconds. inf: not allowed.
+        errors: (layers, choices), the error of each choice, which adds up over layers. inf: not allowed.
+        budget: limit of the sum of errors.
+        discretization: number of steps that the budget above the least errors is divided into.
+        known: a choice for every layer; the result is not larger than it, if it is within the budget.
 
     Returns:
-        (layers,): the index of each layer's choice. Of choices that are as small, the one with the smaller error.
+        (layers,): the index of each layer's choice. Of results of equal size, the one with the smaller error.
 
     Raises:
-        ValueError: no choices, shapes that differ, NaN or negative numbers; or a budget below the least possible error.
+        ValueError: there are no choices, shapes differ, a number is NaN or negative, or the budget is below the least
+            possible error.
 
     Example:
         >>> solve(sizes=[[8, 4, 2], [80, 40, 20]], errors=[[0, 1, 2], [0, 1, 2]], budget=3)
@@ -241,9 +244,9 @@ def solve(
 
 
 def lower_bound(sizes: ArrayLike, errors: ArrayLike, budget: float) -> float:
-    """The Lagrangian bound: a total size that no choice within the budget is below, and close to the smallest there is.
+    """Return the Lagrangian bound: no choice within the budget has a smaller total size, and the best is close to it.
 
-    It is the size that could be had if one layer might mix two choices.
+    It is the smallest size if one layer could mix two choices.
 
     Args:
         sizes, errors, budget: as :func:`solve`, which raises the same errors.
@@ -269,8 +272,10 @@ def lower_bound(sizes: ArrayLike, errors: ArrayLike, budget: float) -> float:
 def _prepared(
     sizes: ArrayLike, errors: ArrayLike, budget: float, discretization: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.intp]]:
-    """Sizes and errors, checked, inf in both where a choice is not allowed; and what sorts each layer's choices by
-    error, then size.
+    """Check sizes and errors, and set both to inf where a choice is not allowed.
+
+    Returns:
+        Sizes, errors, and the indices that sort each layer's choices by error, then size.
     """
     size, error = np.asarray(sizes, dtype=np.float64), np.asarray(errors, dtype=np.float64)
     _check(size, error, budget, discretization)
@@ -301,20 +306,20 @@ def _check(size: NDArray[np.float64], error: NDArray[np.float64], budget: float,
 
 
 class _Edge(NamedTuple):
-    """From one choice of a layer to a smaller one with more error."""
+    """A step from one choice of a layer to a smaller one with more error."""
 
-    rate: float  # ``saved`` over ``error``
-    saved: float  # of the size
-    error: float  # that is added
+    rate: float  # ``saved`` / ``error``
+    saved: float  # reduction of the size
+    error: float  # increase of the error
     layer: int
     start: int
     end: int
 
 
 def _hull(size: NDArray[np.float64], error: NDArray[np.float64], first: NDArray[np.intp]) -> list[_Edge]:
-    """The edges of all layers' lower hulls of (error, size), beginning at ``first``, largest saving per error first.
+    """Return the edges of all layers' lower convex hulls of (error, size) from ``first`` on, by descending rate.
 
-    From one edge of a layer to its next the rate falls.
+    The rate falls from each edge of a layer to its next.
     """
     layers = np.arange(len(size))
     here = first.copy()
@@ -332,15 +337,15 @@ def _hull(size: NDArray[np.float64], error: NDArray[np.float64], first: NDArray[
         columns = rate[ways], saved[ways], added[ways], goes, here[goes], there[goes]
         found += map(_Edge._make, zip(*(column.tolist() for column in columns), strict=True))
         here[goes] = there[goes]
-    return sorted(found, key=lambda edge: -edge.rate)  # stable: of one layer, in their order
+    return sorted(found, key=lambda edge: -edge.rate)  # stable: keeps the order of a layer's edges
 
 
 def _relaxed(
     size: NDArray[np.float64], error: NDArray[np.float64], room: float, first: NDArray[np.intp]
 ) -> NDArray[np.intp]:
-    """The choice by Lagrangian relaxation, with no more than ``room`` of error above that of ``first``."""
+    """Choose by Lagrangian relaxation, with at most ``room`` more error than ``first``."""
     chosen = first.copy()
-    room *= 1 - 2.0**-40  # so that the last bits of sums do not matter
+    room *= 1 - 2.0**-40  # a margin for rounding of sums
     for edge in _hull(size, error, first):
         if edge.error <= room and chosen[edge.layer] == edge.start:
             chosen[edge.layer] = edge.end
@@ -355,12 +360,13 @@ def _programs(
     order: NDArray[np.intp],
     discretization: int,
 ) -> Iterator[NDArray[np.intp]]:
-    """The choice by dynamic program, and one with a step less: by the last bit of a sum, rounded errors may fit where
-    true ones do not. None where nothing fits.
+    """Yield the choice of the dynamic program, and then that with one step less; stop where nothing fits.
+
+    The second is needed because of rounding in sums: the program's rounded errors may fit where the true ones do not.
     """
     layers = np.arange(len(size))
     cost, by_error = (np.take_along_axis(x, order, axis=1) for x in (size, error))
-    pays = np.ones_like(cost, dtype=bool)  # smaller than all that have less error
+    pays = np.ones_like(cost, dtype=bool)  # choices that are smaller than all with less error
     pays[:, 1:] = cost[:, 1:] < np.minimum.accumulate(cost, axis=1)[:, :-1]
     cost[~pays] = np.inf
     weight = torch.from_numpy(_weights(by_error - by_error[:, :1], room, discretization))
@@ -372,7 +378,7 @@ def _programs(
 
 
 def _weights(above: NDArray[np.float64], room: float, discretization: int) -> NDArray[np.int32]:
-    """Errors above the least in steps of ``room``, rounded up; more than it is one step more than there are."""
+    """Convert errors above the least to steps of ``room``, rounded up; beyond ``room`` it is discretization + 1."""
     steps = np.full(above.shape, float(discretization + 1))
     if math.isinf(room):
         steps[np.isfinite(above)] = 0.0
@@ -385,14 +391,14 @@ def _weights(above: NDArray[np.float64], room: float, discretization: int) -> ND
 
 
 def _left(budget: float, errors: NDArray[np.float64]) -> float:
-    """What errors leave of the budget, rounded once."""
+    """Return what errors leave of the budget, as an exact sum that is rounded once."""
     return math.fsum([budget, *-errors]) if math.isfinite(budget) else budget
 
 
 def _spend(
     size: NDArray[np.float64], error: NDArray[np.float64], budget: float, chosen: NDArray[np.intp]
 ) -> NDArray[np.intp]:
-    """Take the largest saving that what is left of the budget allows, until there is none."""
+    """Repeatedly take the largest saving that the rest of the budget allows, until there is none."""
     chosen = chosen.copy()
     layers = np.arange(len(size))
     while len(size):
@@ -404,7 +410,7 @@ def _spend(
             break
         taken = chosen.copy()
         taken[layer] = choice
-        if math.fsum(error[layers, taken]) > budget:  # by the last bit of a difference
+        if math.fsum(error[layers, taken]) > budget:  # rounding of a difference
             break
         chosen = taken
     return chosen

@@ -1,4 +1,4 @@
-"""A plan says what every layer is compressed with, what that costs, and what it does to the gradient."""
+"""Plans: the spec of every layer, the bytes that it sends, and the error that it makes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class LayerPlan:
     """One layer's part of a plan.
 
     Attributes:
-        name: of the parameter.
-        shape: of the parameter.
-        spec: what it is compressed with.
-        nbytes: what a rank sends for it in a step.
-        error: L2 norm of what one encoding of the gradient that was looked at loses; None where nothing was looked at.
+        name: the parameter's name.
+        shape: the parameter's shape.
+        spec: the spec that compresses it.
+        nbytes: bytes that a rank sends for it per step.
+        error: L2 norm of the error of encoding the policy's gradient once; None if the policy measured no errors.
     """
 
     name: str
@@ -42,38 +42,39 @@ class LayerPlan:
     error: float | None
 
     def __post_init__(self) -> None:
-        given: Any = self.shape  # of anybody's policy
+        given: Any = self.shape  # a user's policy may pass any type
         shape = list(map(plain_number, given)) if isinstance(given, (list, tuple)) else given
         for key in ("nbytes", "error"):
-            object.__setattr__(self, key, plain_number(getattr(self, key)))  # frozen: this is part of making it
+            object.__setattr__(self, key, plain_number(getattr(self, key)))  # the class is frozen
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         _check_keys(f"layer {self.name!r} of the plan", own | {"shape": shape}, _LAYER, {})
         object.__setattr__(self, "shape", tuple(shape))
 
     @property
     def family(self) -> str:
-        """The codec or method, without its settings."""
+        """Name of the codec or method, without settings."""
         return self.spec.partition("+")[0].partition(":")[0]
 
     @property
     def numel(self) -> int:
-        """Elements of the layer."""
+        """Number of elements of the layer."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every layer is compressed with, and how that came about.
+    """The spec of every layer, and how it was decided.
 
     Attributes:
-        layers: one each.
-        policy: what decided, with its settings.
-        world_size: among how many ranks bytes are counted.
-        step: when it decided, in steps of training.
-        reference: the spec whose error was the budget; None where there was none.
-        budget: what errors were allowed to add up to; None where there was none.
-        reference_nbytes: what a rank would send in a step with the reference for all layers; None where there is none.
-        model: what the model has that the layers belong to: its feedback or method is theirs, where they name none.
+        layers: one :class:`LayerPlan` per compressed layer.
+        policy: the policy that decided, with its settings.
+        world_size: the number of ranks for which bytes are counted.
+        step: the training step at which the policy decided.
+        reference: the spec whose error was the budget; None if there was none.
+        budget: the limit of the sum of errors; None if there was none.
+        reference_nbytes: bytes that a rank would send per step with the reference for all layers; None if there is no
+            reference.
+        model: the spec of the whole model. Layers whose specs name no feedback get this spec's feedback or method.
 
     Example:
         >>> plan = Plan.load("plan.json")
@@ -113,28 +114,29 @@ class Plan:
 
     @property
     def nbytes(self) -> float:
-        """What a rank sends for all layers in a step."""
+        """Bytes that a rank sends per step for all layers."""
         return math.fsum(layer.nbytes for layer in self.layers)
 
     @property
     def dense_nbytes(self) -> int:
-        """What a rank would send for the same layers without compression: a ring all-reduce in float32."""
+        """Bytes that a rank would send for the same layers without compression: a ring all-reduce in float32."""
         return sum(dense_nbytes(layer.shape, self.world_size) for layer in self.layers)
 
     @property
     def ratio(self) -> float:
-        """How many times less than without compression; 1 among one rank, infinite where only compression sends
-        nothing.
-        """
+        """Compression ratio: ``dense_nbytes / nbytes``. 1 for one rank; infinite if only compression sends nothing."""
         return _ratio(self.dense_nbytes, self.nbytes)
 
     def layer_ratio(self, layer: LayerPlan) -> float:
-        """The same of one layer."""
+        """Return the compression ratio of one layer."""
         return _ratio(dense_nbytes(layer.shape, self.world_size), layer.nbytes)
 
     @property
     def default(self) -> str:
-        """The spec of layers that the plan does not name: ``model``, or else the most frequent one with feedback."""
+        """Spec of layers that the plan does not name: ``model``, or else the most frequent spec with feedback.
+
+        If no spec has feedback, it is the most frequent spec.
+        """
         if self.model is not None:
             return self.model
         specs = [layer.spec for layer in self.layers]
@@ -142,7 +144,7 @@ class Plan:
         return max(stateful or specs, key=(stateful or specs).count)
 
     def specs(self) -> dict[str, str]:
-        """Layer → spec."""
+        """Return layer → spec."""
         return {layer.name: layer.spec for layer in self.layers}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -161,16 +163,16 @@ class Plan:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """As text, which :meth:`from_json` reads."""
+        """Return the plan as JSON, which :meth:`from_json` reads."""
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote, or that somebody edited.
+        """Return the plan that :meth:`to_json` wrote, or that a user edited.
 
         Raises:
-            ValueError: not JSON, not a plan, a plan of another version, with a key missing or unknown, or with a spec
-                that does not exist; says which.
+            ValueError: the text is not JSON, not a plan, or a plan of another version; a key is missing or unknown; or
+                a spec does not exist. The message says which.
         """
         try:
             values = json.loads(text, object_pairs_hook=_once)
@@ -188,16 +190,16 @@ class Plan:
         return cls(layers, **{key: value for key, value in values.items() if key not in ("version", "layers")})
 
     def save(self, path: str | Path) -> None:
-        """Write to a file, whole or not at all, creating the folders above it."""
+        """Write the plan to a file atomically, and create the folders above it."""
         write_text(Path(path), f"{self.to_json()}\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read from a file; see :meth:`from_json`.
+        """Read a plan from a file; see :meth:`from_json`.
 
         Raises:
-            ValueError: it holds no plan; names the file and says what is wrong.
-            OSError: it cannot be read.
+            ValueError: the file holds no plan; the message names the file and says what is wrong.
+            OSError: the file cannot be read.
         """
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
@@ -213,12 +215,12 @@ def _ratio(dense: float, sent: float) -> float:
     return math.inf if dense else 1.0
 
 
-#: Keys of a plan and of a layer in JSON, with what their values have to be.
+#: Key in JSON → (description of a valid value, test of a value).
 _Kinds = Mapping[str, tuple[str, Callable[[Any], bool]]]
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without a key that stands there twice, of which one would be lost."""
+    """Return a JSON object as a dictionary; refuse duplicate keys, of which ``json`` would silently drop one."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at]))
@@ -242,7 +244,7 @@ def _is_number_or_none(value: Any) -> bool:
     return value is None or _is_number(value)
 
 
-#: No number of a plan is larger; none that is would be a float.
+#: The largest number that a plan may have: larger integers cannot be converted to float.
 _MOST = sys.float_info.max
 _NUMBER, _NUMBER_OR_NULL = "a number from 0 on", "a number from 0 on, or null"
 _PLAN: _Kinds = {
@@ -271,7 +273,7 @@ _LAYER: _Kinds = {
 
 
 def _check_keys(what: str, fields: Mapping[str, Any], required: _Kinds, optional: _Kinds) -> None:
-    """Refuse a JSON object that lacks a key, has one that does not exist, or a value of another kind; say which."""
+    """Raise ValueError if a JSON object has a missing key, an unknown key, or an invalid value."""
     allowed = {**required, **optional}
     for key in required:
         if key not in fields:

@@ -1,4 +1,4 @@
-"""What decides: from gradients that were added up over a window of steps, a plan for the next window."""
+"""Policies: make a plan for the next window of steps from the gradients summed over the last window."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["Constant", "GlobalTopK", "HardThreshold", "Policy", "as_choice", "pl
 
 
 class Policy(ABC):
-    """Decides what every layer is compressed with.
+    """Decides the spec of every layer.
 
     Attributes:
         every: steps between two decisions.
-        warmup_steps: steps before the first one, which are not compressed.
-        last: how many steps before a decision are looked at; 0: all since the one before.
+        warmup_steps: steps before the first decision, which are not compressed.
+        last: number of steps before a decision whose gradients are summed; 0: all steps since the decision before.
     """
 
     name: ClassVar[str]
@@ -42,37 +42,37 @@ class Policy(ABC):
     @property
     @abstractmethod
     def start(self) -> Compression:
-        """What all layers have until the first decision."""
+        """The compression of all layers until the first decision."""
 
     @abstractmethod
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
-        """A plan for the steps to come.
+        """Return a plan for the next steps.
 
-        It is called on rank 0 alone, which sends the plan to all ranks. What a policy sees are averages over all ranks,
-        as every step delivered them, and not the gradients before compression: what one step's compression leaves out
-        is there as soon as error feedback has sent it. ``dgc`` delivers averages with momentum. What is not finite is
-        left out.
+        It is called on rank 0 only, which sends the plan to all ranks. ``gradients`` are sums of averages over all
+        ranks, as the steps delivered them, not gradients before compression. What one step's compression leaves out is
+        in the sum as soon as error feedback has sent it. With ``dgc`` averages include momentum. Averages that are not
+        finite are left out.
 
         Args:
-            gradients: layer → sum of its averages since the last decision, or over the ``last`` steps, float32, in the
-                layer's shape; of compressed layers only. Gradients of a scaled loss are divided by the scale.
-            step: how many steps of training there were.
-            traffic: says how many bytes a rank sends for layers; see :class:`~narrowband.adapt.Traffic`.
+            gradients: layer → sum of its averages since the last decision, or over the ``last`` steps: float32, in the
+                layer's shape, for compressed layers only. Gradients of a scaled loss are divided by the scale.
+            step: number of training steps so far.
+            traffic: predicts the bytes that a rank sends for layers; see :class:`~narrowband.adapt.Traffic`.
         """
 
     def specs(self) -> list[str]:
-        """Specs of all kinds that layers may get."""
+        """Return the specs that layers may get, at least one of each kind."""
         return [str(self.start)]
 
     def warm_up(self) -> None:  # noqa: B027  most use no loops of their own
-        """Run once what a decision runs, so that no step waits for a compiler."""
+        """Run the kernels of a decision once, so that no training step waits for their compilation."""
 
     def state_dict(self) -> dict[str, object]:
-        """What the next decision depends on beside its gradients, as JSON can hold it."""
+        """Return what the next decision depends on besides gradients, in types that JSON can hold."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
+        """Restore what :meth:`state_dict` returned."""
         if state:
             raise ValueError(f"{self.name} keeps no state, and there is one: {', '.join(state)}")
 
@@ -89,7 +89,7 @@ class Policy(ABC):
             )
 
     def sees(self, step: int) -> bool:
-        """Whether the next decision looks at what this step delivers."""
+        """Return whether the next decision uses the averages of this step."""
         over = step - self.warmup_steps
         left = self.every - over % self.every if over >= 0 else -over
         return not self.last or left <= self.last
@@ -97,10 +97,10 @@ class Policy(ABC):
 
 @dataclass
 class Constant(Policy):
-    """The same for all layers: what others are compared with.
+    """Gives all layers the same spec: the baseline for other policies.
 
     Args:
-        spec: what every layer has.
+        spec: the spec of every layer.
         every: steps between decisions, which change nothing.
         warmup_steps: steps at the beginning that are not compressed.
 
@@ -127,14 +127,14 @@ class Constant(Policy):
 
 @dataclass
 class GlobalTopK(Policy):
-    """As many of the whole model's elements as a density says, wherever they are largest.
+    """Sends a share of the whole model's elements: the largest ones, in whatever layers they are.
 
-    The densities of layers are those with which the largest elements of the whole gradient lie in them; a layer that
-    has none of these still sends one element.
+    A layer's density is the share of its elements that are among the largest of the whole gradient. A layer that has
+    none of these still sends one element.
 
     Args:
         density: share of all compressed elements that is sent.
-        feedback: what stands behind ``topk`` in layers' specs.
+        feedback: the feedback behind ``topk`` in layers' specs.
         every: steps between decisions.
         warmup_steps: steps before the first decision, which are not compressed.
 
@@ -175,14 +175,14 @@ class GlobalTopK(Policy):
 
 @dataclass
 class HardThreshold(Policy):
-    """Whatever is at least so large, in every layer (Rethink-GS: Sahu et al., arXiv 2108.00951).
+    """Sends all elements of at least a given magnitude, in every layer (Rethink-GS: Sahu et al., arXiv 2108.00951).
 
-    How much is sent follows from the gradients; plans say what this window's sum, divided by ``steps``, would send.
+    How much is sent depends on the gradients. Plans report the bytes for this window's sum divided by ``steps``.
 
     Args:
         value: the magnitude, in units of gradients.
-        steps: how many gradients were added up.
-        every: steps between decisions, which only take stock.
+        steps: number of gradients in a window's sum.
+        every: steps between decisions, which change nothing but the reported bytes.
         warmup_steps: steps before the first decision, which are not compressed.
 
     Example:
@@ -219,14 +219,14 @@ def plan_of(
     traffic: Traffic,
     payloads: Sequence[int] | None = None,
 ) -> Plan:
-    """The plan that gives layers these compressions, whose errors nobody looked at.
+    """Return the plan that gives layers these compressions, without errors.
 
     Args:
-        chosen: one for each layer.
+        chosen: one compression for each layer.
         gradients: layer → its gradient.
-        policy: what decided, at ``step``.
-        traffic: says how many bytes a rank sends.
-        payloads: bytes of each payload, where that depends on the data.
+        policy: the policy that decided, at ``step``.
+        traffic: predicts the bytes that a rank sends.
+        payloads: bytes of each payload, where these depend on the data.
     """
     shapes = [tuple(x.shape) for x in gradients.values()]
     sizes = traffic.nbytes(list(zip(chosen, shapes, strict=True)), payloads)
@@ -247,8 +247,10 @@ def planned(
     reference: Compression | None,
     budget: float | None,
 ) -> Plan:
-    """The plan that takes these columns of a table. Its bytes are those of the layers together, by the collectives that
-    they then travel by; the table's are those of each choice alone.
+    """Return the plan that gives each layer the choice in this column of a table.
+
+    The plan's bytes are predicted for these layers together, by the collectives that they use then. The table's bytes
+    are predicted as if all layers had the same choice.
     """
     specs = [table.choices[at] for at in chosen]
     sizes = traffic.nbytes(list(zip(specs, table.shapes, strict=True)))
@@ -264,18 +266,21 @@ def planned(
 
 
 def as_choice(chosen: Compression) -> Compression:
-    """What a layer is given where the model has ``chosen``: with ``dgc``, momentum and warm-up stay the model's."""
+    """Return the choice for a layer in a model with ``chosen``: with ``dgc``, only the codec is chosen per layer.
+
+    Momentum and warm-up remain the model's.
+    """
     return chosen if chosen.feedback is None or chosen.feedback.mixes else Compression(chosen.codec)
 
 
 def search_space(reference: str | Compression) -> list[str]:
-    """The choices around a reference that the paper searches (section 5.1).
+    """Return the choices around a reference that the L-GreCo paper searches (section 5.1).
 
-    Bits and ranks from half of the reference's to twice as many, one by one; densities from a tenth of it to ten times
-    as much, by tenths.
+    These are all bits or ranks from half of the reference's to twice as many; or densities from a tenth of the
+    reference's to ten times as much, by tenths.
 
     Raises:
-        ValueError: a codec with neither bits nor rank nor density.
+        ValueError: the codec has neither bits nor rank nor density.
 
     Example:
         >>> search_space("qsgd:bits=4")
@@ -292,7 +297,7 @@ def search_space(reference: str | Compression) -> list[str]:
     for value in values:
         try:
             changed = replace(changing, **{key: value})  # type: ignore[type-var]
-        except ValueError:  # bits that the codec does not have, a density above 1
+        except ValueError:  # the codec does not have these bits, or the density is above 1
             continue
         found.append(str(replace(chosen, codec=changed) if method is None else compression(changed)))  # type: ignore[arg-type]
     if str(chosen) not in found:

@@ -1,4 +1,7 @@
-"""How sensitive layers are, by the loss (section 5.4 of the L-GreCo paper): slow, and good to check errors by."""
+"""Measure how sensitive the loss is to each layer's compression (section 5.4 of the L-GreCo paper).
+
+It is slow, and serves to check whether errors of encodings are a good metric.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ __all__ = ["correlation", "loss_table"]
 def loss_table(
     train: Callable[[Mapping[str, str]], float], layers: Sequence[str], choices: Sequence[str]
 ) -> NDArray[np.float64]:
-    """What compressing one layer alone does to the loss of a short run: (layers, choices), in units of the loss.
+    """Return how the loss of a short run changes when one layer alone is compressed: (layers, choices).
 
-    Differences have signs, because a loss may fall by chance. As a metric take their magnitudes: what falls is a change
-    like any other, and a budget of signed differences would have it for free. Have losses in float64: in float32 one
-    that is 2.5 has steps of 2·10⁻⁷, which is more than some choices do.
+    Differences are signed, because a loss may fall by chance. As a metric, use their magnitudes: a fall is a change
+    like any other, and in a budget of signed differences it would cost nothing. Compute losses in float64: in float32,
+    a loss of 2.5 has steps of 2·10⁻⁷, which is more than the effect of some choices.
 
     Args:
-        train: does one short run, always from the same checkpoint with the same data, compressing the given layers
-            (name → spec) and no others; returns its loss.
-        layers: names.
+        train: does one short run, always from the same checkpoint with the same data, compresses the given layers
+            (name → spec) and no others, and returns the loss.
+        layers: names of layers.
         choices: specs.
 
     Example:
@@ -34,10 +37,10 @@ def loss_table(
 
 
 def correlation(one: ArrayLike, other: ArrayLike) -> tuple[float, float]:
-    """Pearson's correlation of two tables, and that of their ranks (Spearman's).
+    """Return Pearson's and Spearman's (rank) correlation of two tables.
 
     Raises:
-        ValueError: tables of different shapes, or one that is constant.
+        ValueError: the tables have different shapes, or one is constant.
     """
     a, b = (np.asarray(x, dtype=np.float64).ravel() for x in (one, other))
     if a.shape != b.shape or not (np.ptp(a) > 0 and np.ptp(b) > 0):
@@ -46,6 +49,6 @@ def correlation(one: ArrayLike, other: ArrayLike) -> tuple[float, float]:
 
 
 def _ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ranks from 0 on; ties share the mean of theirs."""
+    """Return ranks from 0 on; ties share their mean rank."""
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts + 1) / 2)[inverse]

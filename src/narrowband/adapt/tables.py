@@ -1,12 +1,11 @@
-"""What every choice of compression would cost every layer, and do to it: sizes and errors, layer × choice.
+"""Tables of the size and error of every choice of compression for every layer.
 
 Sizes are the bytes that a rank sends, see :mod:`~narrowband.adapt.traffic`. Errors are those of one encoding without
-feedback, which is what L-GreCo budgets. Where choices of a family lie so close that one look at the gradient tells them
-all, there is only one look:
+feedback, which L-GreCo limits by its budget. For two families, one computation gives the errors of all choices:
 
-* **top-k**: the largest magnitudes in order; what remains of the squared norm behind each k;
-* **low rank**: the singular values (paper, appendix B.1), or those that a few rounds of power iteration find (B.2),
-  whichever takes less work (B.3); what remains of the squared norm behind each rank;
+* **top-k**: sort the largest magnitudes; the squared error is what remains of the squared norm behind each k;
+* **low rank**: compute the singular values (paper, appendix B.1), or approximate them by a few rounds of power
+  iteration (B.2), whichever takes less work (B.3); the squared error is what remains behind each rank;
 * everything else is encoded and decoded, choice by choice.
 
 Shapes: L layers, C choices.
@@ -40,13 +39,13 @@ class ErrorTable:
     """Sizes and errors of every choice for every layer.
 
     Attributes:
-        layers: names, L.
-        shapes: of each layer, L.
-        choices: C.
-        sizes: (L, C), bytes that a rank sends for the layer in a step, if all layers have that choice; inf where a
-            layer cannot have it.
-        errors: (L, C), L2 norms of what one encoding loses.
-        norms: (L,), L2 norms of the gradients themselves.
+        layers: names of the L layers.
+        shapes: shapes of the L layers.
+        choices: the C choices.
+        sizes: (L, C), bytes that a rank sends for the layer per step, if all layers have that choice; inf where a layer
+            cannot have it.
+        errors: (L, C), L2 norms of the errors of one encoding.
+        norms: (L,), L2 norms of the gradients.
     """
 
     layers: tuple[str, ...]
@@ -57,10 +56,10 @@ class ErrorTable:
     norms: NDArray[np.float64]
 
     def column(self, choice: str | Compression) -> int:
-        """Where a choice is.
+        """Return the column of a choice.
 
         Raises:
-            ValueError: it is not among them.
+            ValueError: the table does not have this choice.
         """
         wanted = str(compression(choice))
         for at, there in enumerate(self.choices):
@@ -69,7 +68,7 @@ class ErrorTable:
         raise ValueError(f"{wanted!r} is not among the choices: {', '.join(map(str, self.choices))}")
 
 
-#: What sizes are of where nobody says how many ranks there are.
+#: The default number of ranks for sizes.
 _AMONG_TWO = Traffic(2)
 
 
@@ -80,17 +79,17 @@ def error_table(
     traffic: Traffic = _AMONG_TWO,
     seed: int = 0,
 ) -> ErrorTable:
-    """Sizes and errors of all choices for all layers.
+    """Compute sizes and errors of all choices for all layers.
 
     Args:
         gradients: layer name → gradient, or a sum of gradients, of any shape.
-        choices: specs; their feedback plays no part in errors.
-        traffic: says what a choice costs. By default among two ranks, where a rank sends as many bytes as its payload
-            has, by whatever collective.
-        seed: of codecs that draw random numbers.
+        choices: specs; their feedback does not affect errors.
+        traffic: predicts sizes. The default is for two ranks, where a rank sends as many bytes as its payload has, by
+            whatever collective.
+        seed: seed of codecs that draw random numbers.
 
     Raises:
-        ValueError: no choices, the same one twice, or a gradient that is not finite.
+        ValueError: there are no choices or no gradients, a choice is given twice, or a gradient is not finite.
 
     Example:
         >>> table = error_table({"w": torch.randn(64, 64)}, ["topk:density=0.1+ef", "none"])
@@ -144,21 +143,24 @@ def _squared_errors(x: Tensor, choices: Sequence[Compression], energy: float, se
 
 
 def _behind_k(x: Tensor, ks: NDArray[np.intp], energy: float) -> NDArray[np.float64]:
-    """What remains of the squared norm without the k largest, for each k."""
+    """Return, for each k, what remains of the squared norm without the k largest elements."""
     most = int(ks.max())
     if most >= x.numel():
         squares = x.numpy(force=True).astype(np.float64) ** 2
     else:
         squares = x[kernels.select_topk(x, most).long()].numpy(force=True).astype(np.float64) ** 2
     squares[::-1].sort()
-    # From the smallest on, so that small remainders keep their digits.
+    # Add up from the smallest, so that small remainders keep their precision.
     behind = np.concatenate([np.cumsum(squares[::-1])[::-1], [0.0]])
     rest = 0.0 if most >= x.numel() else max(0.0, energy - behind[0])
     return behind[np.minimum(ks, x.numel())] + rest
 
 
 def _behind_rank(x: Tensor, ranks: NDArray[np.intp], energy: float, seed: int) -> NDArray[np.float64]:
-    """What remains of the squared norm without the first r singular values, for each r; 0 where r is 0."""
+    """Return, for each r, what remains of the squared norm without the first r singular values; 0 where r is 0.
+
+    r = 0 means that the matrix is not factored but sent as it is.
+    """
     most = int(ranks.max())
     if not most:
         return np.zeros(len(ranks))
@@ -190,5 +192,5 @@ def _behind_power_iteration(matrix: Tensor, rank: int, energy: float, seed: int)
     return np.maximum(energy - np.concatenate([[0.0], np.cumsum(squares)]), 0.0)
 
 
-#: Gram matrices of up to so many rows are computed in float64.
+#: Gram matrices of up to this many rows are computed in float64.
 _DOUBLE = 512

@@ -1,8 +1,8 @@
-"""Seconds instead of bytes: what a byte of each layer takes (sections 4 and 5.5 of the L-GreCo paper).
+"""Estimate the seconds that a byte of each layer takes (sections 4 and 5.5 of the L-GreCo paper).
 
-The exchange of gradients overlaps with backward, so a byte of a bucket that is ready early may cost nothing, and one of
-the last bucket all its time. How much is measured: exchanges under different choices, and a linear regression of
-their durations on the bytes of every bucket.
+The exchange of gradients overlaps with backward. So a byte of a bucket that is ready early may cost no time, while a
+byte of the last bucket costs its whole transfer time. The costs are estimated from measured durations of exchanges
+under different choices, by a linear regression on the bytes of every bucket.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ __all__ = ["Times", "bucket_priority", "fit_times"]
 
 @dataclass(frozen=True)
 class Times:
-    """What the regression found, and the samples that it is of.
+    """Result of the regression, and its samples.
 
     Attributes:
-        seconds_per_byte: of each layer; that of its bucket.
+        seconds_per_byte: layer → seconds per byte of the layer's bucket.
         fixed_s: seconds of an exchange that do not depend on bytes.
-        r2: the share of the durations' variance that bytes explain; near 1 is a good fit. Where there are few samples
-            it is too good: see ``r2_held_out``.
-        nbytes: of each sample, the bytes of each bucket.
-        seconds: of each sample, how long the exchange took.
-        foretold_s: of each sample, how long the fit of all others says; empty where these are too few for a fit.
+        r2: the share of the durations' variance that bytes explain; near 1 is a good fit. With few samples it is too
+            optimistic: see ``r2_held_out``.
+        nbytes: for each sample, the bytes of each bucket.
+        seconds: for each sample, the duration of the exchange.
+        foretold_s: for each sample, the duration predicted by the fit of all other samples; empty if these are too few
+            for a fit.
     """
 
     seconds_per_byte: dict[str, float]
@@ -39,14 +40,15 @@ class Times:
 
     @property
     def r2_held_out(self) -> float | None:
-        """The share of the variance of durations that were not fit: each is foretold from all others. May be below 0;
-        None where there are too few samples.
+        """Leave-one-out r²: each duration is predicted by the fit of all others.
+
+        It may be below 0. None if there are too few samples.
         """
         return _explained(np.array(self.seconds), np.array(self.foretold_s)) if self.foretold_s else None
 
 
 def bucket_priority(buckets: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Weights 1, 2, 3 … for the layers of the first bucket to be sent, the second, the third … (appendix A).
+    """Return weights 1, 2, 3 … for the layers of the first, second, third … bucket that is sent (appendix A).
 
     Example:
         >>> bucket_priority([["head.weight"], ["body.weight"]])
@@ -56,15 +58,15 @@ def bucket_priority(buckets: Sequence[Sequence[str]]) -> dict[str, float]:
 
 
 def fit_times(buckets: Sequence[Sequence[str]], nbytes: ArrayLike, seconds: ArrayLike) -> Times:
-    """Fit seconds = fixed + Σ over buckets of bytes · seconds per byte, none of these negative.
+    """Fit seconds = fixed + Σ over buckets of bytes · seconds per byte, with non-negative coefficients.
 
     Args:
-        buckets: B, the layers of each.
-        nbytes: (S, B), the bytes of each bucket in each sample.
-        seconds: (S,), how long the exchange took.
+        buckets: the layers of each of the B buckets.
+        nbytes: (S, B), the bytes of each bucket in each of S samples.
+        seconds: (S,), the duration of each exchange.
 
     Raises:
-        ValueError: shapes that do not match, or fewer samples than there are numbers to find.
+        ValueError: shapes do not match, or there are fewer samples than the B + 1 coefficients.
 
     Example:
         >>> times = fit_times([["a"], ["b"]], [[1e6, 1e6], [2e6, 1e6], [1e6, 3e6]], [0.3, 0.4, 0.7])
@@ -92,13 +94,13 @@ def fit_times(buckets: Sequence[Sequence[str]], nbytes: ArrayLike, seconds: Arra
 
 
 def _explained(y: NDArray[np.float64], foretold: NDArray[np.float64]) -> float:
-    """The share of the variance of ``y`` that is foretold."""
+    """Return the share of the variance of ``y`` that is explained by the prediction."""
     variance = float(((y - y.mean()) ** 2).sum())
     return 1.0 - float(((y - foretold) ** 2).sum()) / variance if variance else 1.0
 
 
 def _nonnegative(a: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares with coefficients from 0 on (Lawson and Hanson's active sets)."""
+    """Solve least squares with non-negative coefficients, by Lawson and Hanson's active-set method."""
     n = a.shape[1]
     found, passive = np.zeros(n), np.zeros(n, dtype=bool)
     tolerance = 1e-10 * float(np.abs(a.T @ y).max(initial=0.0))

@@ -1,12 +1,12 @@
-"""What a choice costs: the bytes that a rank sends for a layer, by the collective that the choice travels by.
+"""The cost of a choice: bytes that a rank sends for a layer, by the collective that carries the choice's payload.
 
-A payload of P bytes costs a rank (N−1)·P among N ranks where it is gathered, as that of top-k is among few, and
-2·(N−1)/N·P where it is added up on its way, as factors of low rank are. Which is smaller depends on N. So a policy is
-told N, and knows no process group.
+Among N ranks, a payload of P bytes costs a rank (N−1)·P bytes if it is all-gathered, as top-k is among few ranks, and
+2·(N−1)/N·P bytes if it is all-reduced, as low-rank factors are. Which choice is smaller depends on N. So a policy is
+given N, but no process group.
 
-Not counted is what a message has of its own, whatever it carries: four bytes that say whether its sender saw inf or
-NaN. A codec's chunks for ``scatter_reduce`` are counted as one payload; their rounding up adds less than one group of
-the codec per layer and rank. Gradients are taken to be float32; in half precision ``none`` sends half of what is said.
+The prediction does not count a message's trailer: four bytes that say whether its sender saw inf or NaN. A codec's
+chunks for ``scatter_reduce`` are counted as one payload; rounding them up adds less than one group of the codec per
+layer and rank. Gradients are assumed to be float32; in half precision, ``none`` sends half of the predicted bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ __all__ = ["Traffic", "dense_nbytes"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends for layers, among so many ranks.
+    """Predicts the bytes that a rank sends for layers.
 
     Args:
-        world_size: how many ranks average.
-        model: what the model has: its feedback stands behind specs that name none. None: layers have what their specs
-            say.
-        collective: the one that users ask for, or ``auto``.
+        world_size: number of ranks that average.
+        model: the model's spec, whose feedback is used behind specs that name none. None: specs are taken as they are.
+        collective: the collective that the user asks for, or ``auto``.
 
     Example:
         >>> layers = [(nb.compression(spec), (1000, 500)) for spec in ("topk:density=0.01+ef", "powersgd:rank=4")]
@@ -47,11 +46,12 @@ class Traffic:
             raise ValueError(f"world_size={self.world_size} must be at least 1")
 
     def nbytes(self, layers: Sequence[tuple[Compression, Shape]], payloads: Sequence[int] | None = None) -> list[int]:
-        """Bytes that a rank sends in a step for each layer of a model.
+        """Return the bytes that a rank sends per step for each layer of a model.
 
         Args:
-            layers: what each has, and its shape. The collective is chosen for all with one kind of codec at once.
-            payloads: bytes of each payload, where that depends on the data.
+            layers: each layer's compression and shape. Layers with one class of codec are counted together to choose
+                their collective.
+            payloads: bytes of each payload, where these depend on the data.
         """
         model = None if self.model is None else compression(self.model)
         found = [(chosen if model is None else chosen.beside(model), shape) for chosen, shape in layers]
@@ -63,7 +63,7 @@ class Traffic:
 
 
 def dense_nbytes(shape: Shape, world_size: int) -> int:
-    """Bytes that a rank sends for a layer that is not compressed: a ring all-reduce in float32.
+    """Return the bytes that a rank sends for an uncompressed layer: a ring all-reduce in float32.
 
     Example:
         >>> dense_nbytes((1000, 500), world_size=4)
