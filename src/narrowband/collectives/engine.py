@@ -116,7 +116,8 @@ class Engine(SerialExecutor):
     def close(self) -> None:
         """End the thread when its inbox is done, and wait until torch's threads have released all callbacks.
 
-        A thread of torch that still has to release a callback when the interpreter exits crashes the process.
+        Each wait takes 5 seconds at most. A thread of torch that still has to release a callback when the interpreter
+        exits crashes the process.
         """
         super().close()
         deadline = time.monotonic() + 5.0

@@ -92,7 +92,7 @@ class Exchange(ABC):
 
     @classmethod
     def layer_traffic_nbytes(cls, codec: Codec, shape: Shape, nbytes: int, size: int) -> int:  # noqa: ARG003
-        """Return the bytes that a rank sends for one layer: exact where codec and shape tell more than ``nbytes``."""
+        """As :meth:`traffic_nbytes` for one layer; more precise where codec and shape say more than ``nbytes``."""
         return cls.traffic_nbytes(nbytes, size)
 
     @classmethod

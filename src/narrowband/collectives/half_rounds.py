@@ -70,7 +70,7 @@ class _Found:
 
 
 class HalfRounds(FactorReduce):
-    """PowerSGD by half rounds; see the module."""
+    """Average matrices by half rounds of power iteration; see the module."""
 
     name: ClassVar[str] = "half_rounds"
 

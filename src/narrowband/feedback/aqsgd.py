@@ -171,8 +171,9 @@ class AQSGD(SampleState):
         out: Tensor | None = None,
         arrived: Tensor | None = None,
     ) -> Tensor:
-        """Return the payload of a batch, flat uint8, and update the sender's buffers as :meth:`unpack` will update the
-        receiver's.
+        """Return the payload of a batch, flat uint8, and update the sender's buffers.
+
+        The sender's buffers are then equal to the receiver's after :meth:`unpack`.
 
         The payload has one part per sample, in order. A sample without a buffer is encoded as by ``none``. For other
         samples, the codec encodes the difference (float32, of one sample's shape, with seed + the sample's index in the
@@ -307,7 +308,7 @@ class AQSGD(SampleState):
         out: Tensor | None,
         shape: torch.Size,
     ) -> None:
-        """m(i) ← m(i) + the decoded difference, the same on both ends."""
+        """Update m(i) ← m(i) + the decoded difference, in the same way on both ends; write the result to ``out``."""
         if not codec.is_finite(part, shape):
             if out is not None:
                 out.fill_(torch.nan)

@@ -1,8 +1,8 @@
 """Deep Gradient Compression: send 0.1 % of a gradient per step, and correct momentum for the delay of the rest.
 
-Source: Lin et al., arXiv 1712.01887. If an optimizer applied momentum to the sparse averages, elements that waited T
-steps would miss the momentum's discounts of these steps. So each rank applies momentum before it sends (equation 7).
-With gradient g, momentum m, velocity u and accumulated velocity v, each rank computes ::
+Source: Lin et al., arXiv 1712.01887. If the optimizer applied momentum to the sparse averages, the gradients of an
+element that waited T steps would not be discounted for these steps. So each rank applies momentum before it sends
+(equation 7). With gradient g, momentum m, velocity u and accumulated velocity v, each rank computes ::
 
     u = m·u + g          # momentum correction
     v = v + u
@@ -390,7 +390,7 @@ class DGC(Feedback):
             # The gradient's memory can hold the stored state, two tensors of at most 2 bytes per element.
             for kept, memory in zip(self._kept[key], self._memory(key, x), strict=True):
                 kept.copy_to(memory)
-            sent.undo = None  # and with it the sums in float32
+            sent.undo = None  # frees the float32 sums that it refers to
         sent.commit(arrived)
         sent.commit = None
 
