@@ -79,7 +79,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """PyTorch's pipeline engine takes seconds to import: only who uses it waits for it."""
+    """Import a name on first use: PyTorch's pipeline engine takes seconds to import, and most programs need none of it."""
     if name == "CompressedStage":
         from narrowband.pipeline import CompressedStage
 

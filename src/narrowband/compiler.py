@@ -1,7 +1,7 @@
-"""What every place has to know of ``torch.compile``: how to hide from it, and which of its ways cannot be followed.
+"""Work with ``torch.compile``: hide hooks from Dynamo, and refuse compiled autograd, which is not supported.
 
-Hooks on parameters, modules and saved tensors are Python. Where Dynamo compiles what calls them, it would compile them
-along: state that changes in every step would become guards, and what they send a part of some graph.
+Hooks on parameters, modules and saved tensors are Python. When Dynamo compiles the code that calls them, it would
+compile the hooks too: state that changes in every step would become guards, and communication a part of some graph.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["refuse_compiled_autograd", "unseen"]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: Its part in C++, which is there before Dynamo is imported.
+#: The C++ part of Dynamo, which is available before Dynamo itself is imported.
 _DYNAMO: Any = eval_frame
 
 
 def _skipping() -> Any:
-    """How Dynamo is told to pass by a frame and all that it calls; None where this PyTorch has not these names."""
+    """Return Dynamo's strategy for skipping a frame and all that it calls; None if this PyTorch lacks these names."""
     try:
         action = _DYNAMO._FrameAction.SKIP
         return _DYNAMO._FrameExecStrategy(action, action)
@@ -35,30 +35,31 @@ def _skipping() -> Any:
         return None
 
 
-#: What :func:`unseen` marks code with.
+#: The strategy that :func:`unseen` sets on code objects.
 _SKIP: Any = _skipping()
 
 
 def unseen(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let Dynamo look no further: what is decorated runs as it is written, and so does what it calls.
+    """Decorate a function so that Dynamo compiles neither it nor what it calls: they run as ordinary Python.
 
-    Dynamo comes upon a function in two ways, and both are closed. Where it *traces* the caller, it finds the attribute
-    that :func:`torch.compiler.disable` leaves, too, and breaks the graph there. Where C++ calls the function, as
-    autograd calls hooks, the interpreter asks Dynamo's callback before it runs the frame; that looks at marks on the
-    code first, and ours says: not this frame, and none below it. What a module or a class defines has code of its own,
-    which is marked itself. Functions that are made anew share theirs with others, which may be seen, and a method may
-    be anybody's: these are called by a wrapper, whose code is marked instead.
+    Dynamo can reach a function in two ways, and both are blocked. When Dynamo *traces* the caller, it finds on the
+    function the attribute that :func:`torch.compiler.disable` also sets, and breaks the graph there. When C++ calls the
+    function, as autograd calls hooks, the interpreter asks Dynamo's callback before it runs the frame. The callback
+    first looks at marks on the code object, and our mark says: skip this frame and all frames below it. A function that
+    a module or a class defines has a code object of its own, which is marked directly. Functions that are created at
+    run time share their code object with others, which Dynamo may compile, and a method may belong to anybody: these
+    are called by a wrapper, whose code object is marked instead.
 
-    That is safe: the mark is on code of this library alone, and Dynamo is put back as it was when the call returns. And
-    it is cheap: nothing is asked. PyTorch's own decorator takes several times as long as the wrapper and imports
-    Dynamo, which takes seconds; a step may have thousands of such calls, and next to never is one of them in compiled
-    code.
+    This is safe: only code of this library is marked, and Dynamo's state is restored when the call returns. It is also
+    cheap, because nothing is checked at run time. PyTorch's own decorator takes several times as long as the wrapper
+    and imports Dynamo, which takes seconds; a step may make thousands of such calls, and hardly any of them is in
+    compiled code.
 
     Args:
         function: any callable, such as a hook, or a method.
 
     Returns:
-        It, or a function with its name, arguments and result.
+        The function itself, or a wrapper with the same name, arguments and result.
 
     Example:
         >>> @unseen
@@ -90,13 +91,15 @@ def _called(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def refuse_compiled_autograd() -> None:
-    """For the start of a backward pass. Nothing tells of the end of one that compiled autograd runs, so nobody would
-    wait for averages; nor does FSDP2 reduce gradients there, which it does in a callback at the end.
+    """Refuse a backward pass that compiled autograd runs. Call this at the start of a backward pass.
+
+    Compiled autograd does not signal the end of a backward pass, so nothing would wait for the averages. FSDP2 does not
+    reduce gradients there either, because it does so in a callback at the end.
 
     Raises:
-        UnsupportedError: it runs this one.
+        UnsupportedError: compiled autograd runs this backward pass.
     """
-    engine = sys.modules.get("torch._dynamo.compiled_autograd")  # who uses it has imported it
+    engine = sys.modules.get("torch._dynamo.compiled_autograd")  # whoever uses it has imported it
     if engine is not None and engine.in_compiled_autograd_region:
         raise UnsupportedError(
             "this backward pass is run by compiled autograd, which does not tell when it ends, so nothing would be "

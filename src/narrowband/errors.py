@@ -1,6 +1,6 @@
-"""The library's own exceptions, how to install what is missing, and what is said of errors of users' code.
+"""The library's exceptions, checks of optional packages, and messages for errors that users' code raises.
 
-Arguments raise ValueError or TypeError; the exceptions say what those cannot.
+Wrong arguments raise ValueError or TypeError; the exceptions here are for what those two cannot express.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = [
     "users_errors",
 ]
 
-#: What pip installs. ``import narrowband`` and the command ``narrowband`` have another name than this, because on PyPI
-#: the name ``narrowband`` belongs to another project (for NB-IoT modems).
+#: The name of the distribution, for pip. It differs from ``import narrowband`` and from the command ``narrowband``,
+#: because the name ``narrowband`` on PyPI belongs to another project (for NB-IoT modems).
 DISTRIBUTION = "torch-narrowband"
 
 
 class DisagreementError(ValueError):
-    """Ranks were given, or told, different things. Raised on all of them, before anything was exchanged."""
+    """Ranks have different settings or arguments. Raised on all ranks, before anything is exchanged."""
 
 
 class PayloadError(ValueError):
@@ -43,9 +43,9 @@ class UnsupportedError(RuntimeError):
 
 
 def pip_install(extra: str) -> str:
-    """How to install an optional part of this library; for messages that say that the part is missing.
+    """Return how to install an optional part of this library, for messages that say that the part is missing.
 
-    Nothing is on PyPI yet, and anybody may take a name there: so this is a command for the clone.
+    The command is for a clone of the repository: the library is not on PyPI yet, where anybody may take its name.
 
     Args:
         extra: ``adapt`` or ``plots``, for example, as in pyproject.toml.
@@ -58,22 +58,22 @@ def pip_install(extra: str) -> str:
 
 
 def need(package: str, oldest: str, newest: str, *, extra: str) -> None:
-    """Refuse to go on without a version of a package that this library works with.
+    """Check that an optional package is installed in a version that this library works with.
 
     Args:
         package: its name for pip.
-        oldest: the first version that will do, such as ``"2.4"``.
-        newest: the last major version that will do, such as ``"2"``.
-        extra: the optional part of this library that installs it.
+        oldest: the oldest supported version, such as ``"2.4"``.
+        newest: the newest supported major version, such as ``"2"``.
+        extra: the extra of this library that installs the package.
 
     Raises:
-        ImportError: it is not installed.
-        UnsupportedError: it is an older version, or a later major one.
+        ImportError: the package is not installed.
+        UnsupportedError: its version is older than ``oldest``, or of a later major version than ``newest``.
 
     Example:
         >>> need("torch", "2.11", "2", extra="accelerate")
     """
-    from importlib import metadata  # where it is used: `import narrowband` stays cheap
+    from importlib import metadata  # imported here to keep `import narrowband` cheap
 
     try:
         version = metadata.version(package)
@@ -90,14 +90,16 @@ def need(package: str, oldest: str, newest: str, *, extra: str) -> None:
 
 @contextlib.contextmanager
 def users_errors(what: str, path: str | None = None) -> Iterator[None]:
-    """Say in one sentence what a user's own code raises; nothing is said of memory that ran out.
+    """Turn an exception that a user's own code raises into a ValueError of one sentence.
+
+    Errors of running out of memory pass through unchanged.
 
     Args:
-        what: the sentence begins with this.
-        path: of a user's file, whose line is named where the error comes from it.
+        what: the beginning of the sentence.
+        path: of a user's file. If the error was raised in it, the sentence names the line.
 
     Raises:
-        ValueError: the sentence.
+        ValueError: with the sentence as its message.
 
     Example:
         >>> with users_errors("forward raised"):
@@ -118,13 +120,13 @@ def users_errors(what: str, path: str | None = None) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of this machine or of its GPU.
+    """Return whether the error says that this machine or its GPU ran out of memory.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(KeyError("deep"))
         (True, False)
     """
-    import torch  # where it is used: this module is imported before it
+    import torch  # imported here, because this module is imported before torch
 
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

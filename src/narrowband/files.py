@@ -1,4 +1,4 @@
-"""Files that are whole, or not there at all."""
+"""Write files atomically: a file is complete, or it is not there at all."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["whole", "write_text"]
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes the place of ``path`` when all is written, and of nothing if that fails.
+    """Yield a temporary file that replaces ``path`` when the block ends, and that is deleted if the block raises.
 
-    Several processes may do so at once: the last one's file stays. Folders above it are made. Of a link it is what the
-    link leads to that is written.
+    Several processes may write the same path at once: the file of the last one stays. Missing folders are created. If
+    ``path`` is a symbolic link, the file that it points to is replaced.
 
     Args:
         path: of the file.
 
     Raises:
-        OSError: it cannot be written; or it is a device or a pipe, whose place no file may take.
+        OSError: the file cannot be written, or ``path`` is a device or a pipe, which no file may replace.
 
     Example:
         >>> with whole(Path("runs/weights.bin")) as file:
@@ -47,7 +47,7 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a text in UTF-8, whole or not at all.
+    """Write a text in UTF-8, atomically.
 
     Example:
         >>> write_text(Path("runs/plan.json"), "{}")

@@ -1,6 +1,6 @@
-"""Numbers as people read them. Decimal units, as links and storage are sold: 1 MB is 10**6 bytes.
+"""Format numbers for people, in decimal units as links and storage are sold: 1 MB is 10**6 bytes.
 
-What was not measured, or is no number, is a dash: "nan" says nothing to anybody.
+A value that was not measured, or is not finite, is printed as a dash, because "nan" tells a reader nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ NOTHING = "–"
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
-    """Python's own number of what may be NumPy's: that overflows in the arithmetic of seeds, and ``torch.load`` reads
-    no state that holds one.
+    """Convert an integer, which may be NumPy's, to a Python int.
+
+    NumPy's integers overflow in the arithmetic of seeds, and ``torch.load`` refuses a state that holds one.
 
     Raises:
-        TypeError: it is not whole; the message has the name.
+        TypeError: ``value`` is not an integer; the message has the name.
 
     Example:
         >>> import numpy as np
@@ -45,7 +46,7 @@ def whole_number(name: str, value: SupportsIndex) -> int:
 
 
 def plain_number(value: Any) -> Any:
-    """Python's own number of what may be NumPy's; what is no number as it is, for whoever looks at it next.
+    """Convert a number, which may be NumPy's, to Python's own type. Other values are returned as they are.
 
     Example:
         >>> import numpy as np
