@@ -79,7 +79,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use: PyTorch's pipeline engine takes seconds to import, and most programs need none of it."""
+    """Import a name on first use, because PyTorch's pipeline engine takes seconds to import."""
     if name == "CompressedStage":
         from narrowband.pipeline import CompressedStage
 

@@ -1,9 +1,9 @@
-"""Does compression pay: what a step takes on a link, before anything is trained.
+"""Predict, before any training, how long a step takes on a given link, and so whether compression pays.
 
-``measure.py`` finds out, in one process, when backward has its buckets and how long codecs take with them; ``host.py``
-and ``network.py`` what messages take on this machine, and between machines. ``simulation.py`` plays a step through on
-any link, among any number of ranks; ``options.py`` and ``choices.py`` say what there is to choose from, and
-``advice.py`` which of it to take. ``facts.py`` knows what it costs in loss.
+``measure.py`` measures, in one process, when backward completes each bucket and how long codecs take with it.
+``host.py`` and ``network.py`` measure what messages cost on this machine, and between machines. ``simulation.py``
+simulates a step on any link, among any number of ranks. ``options.py`` and ``choices.py`` list the ways to train, and
+``advice.py`` recommends one. ``facts.py`` has the measured effect of each on the loss.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which option to take, in a plain sentence: it may be "do not compress".
+"""Recommend an option, with the reason in a plain sentence. The advice may be "do not compress".
 
-An option is advised if it saves a twentieth of the step against the best that everybody can have, DDP in 32 or 16 bits,
-and if the mean loss that was measured with that optimizer is within a tolerance, whatever the margin of that mean. 16
-bits have to be beaten whatever may be lost, and also where they save too little to be advised. Two options that are
-faster, but lose more or were never measured, are named beside it, so that nobody has to guess what was left out: the
-one that loses least, and the fastest.
+A compressing option is advised if it saves a twentieth of the step compared with the best uncompressed one, DDP in 32
+or 16 bits, and if the mean loss that was measured with the same optimizer is within a tolerance; the margin of that
+mean is not considered. 16 bits always count as a baseline, whatever the tolerance, and even where they save too little
+to be advised themselves. The sentence also names up to two options that are faster, but lose more or were never
+measured, to show what was left out: the one that loses least, and the fastest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from narrowband.units import format_seconds
 
 __all__ = ["LOSS_TOLERANCE", "WORTH_IT", "Advice", "Row", "advise", "call_of", "outer_of"]
 
-#: A loss may be this much above that without compression to count as equal.
+#: A loss counts as equal if it is at most this share above the loss without compression.
 LOSS_TOLERANCE = 0.02
 
 #: Compression that saves less than this share of a step is not worth its place in a training script.
@@ -30,14 +30,14 @@ WORTH_IT = 0.05
 
 @dataclass(frozen=True)
 class Row:
-    """An option, what it takes, and what is known of its loss."""
+    """An option with its predicted times and what is known of its loss."""
 
     predicted: Predicted
     fact: Fact | None
 
     @property
     def option(self) -> Option:
-        """It."""
+        """The option that was predicted."""
         return self.predicted.option
 
     @property
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As tables and sentences call it."""
+        """The option's name in tables and sentences."""
         option = self.option
         name = DDP if option.spec is None else option.spec
         if option.every:
@@ -55,7 +55,7 @@ class Row:
         return f"{name}, two levels" if option.levels else name
 
     def within(self, tolerance: float) -> bool:
-        """Whether its mean loss is within a tolerance; what everybody can have needs no measurement."""
+        """Return whether the mean loss is within a tolerance. Uncompressed gradients and fp16 need no measurement."""
         if self.option.spec in (None, "none", "fp16") and not self.option.every:
             return True
         return self.fact is not None and self.fact.within(tolerance)
@@ -67,9 +67,9 @@ class Advice:
 
     Attributes:
         row: the option to take.
-        compress: whether that is one that compresses.
-        times: as fast as the best that does not.
-        sentence: why, in plain words.
+        compress: whether that option compresses.
+        times: the speedup over the fastest option that does not compress; 1 if ``compress`` is False.
+        sentence: the reason, in plain words.
     """
 
     row: Row
@@ -81,16 +81,16 @@ class Advice:
 def advise(
     predicted: Sequence[Predicted], optimizer: str, network: Network, *, tolerance: float = LOSS_TOLERANCE
 ) -> tuple[list[Row], Advice]:
-    """All options, the fastest first, and which to take.
+    """Sort the options by predicted step time, the fastest first, and recommend one.
 
     Args:
-        predicted: at least DDP as it is.
-        optimizer: of the facts.
-        network: for the sentence.
-        tolerance: what may be lost, as a share of the loss.
+        predicted: the options; plain DDP, ``Option(None)``, must be among them.
+        optimizer: use the losses that were measured with this optimizer.
+        network: named in the sentence.
+        tolerance: how much the loss may rise, as a share of it.
 
     Raises:
-        ValueError: DDP as it is, which all else is compared with, is not among the options.
+        ValueError: plain DDP, which all other options are compared with, is not among the options.
     """
     rows = [Row(each, known(optimizer, each.option.spec, each.option.every)) for each in predicted]
     plain = next((row for row in rows if row.option == Option(None)), None)
@@ -99,8 +99,8 @@ def advise(
     rows.sort(key=lambda row: row.step_s)
     eligible = [row for row in rows if row.within(tolerance)]
     without = [row for row in eligible if not row.option.compresses]
-    # What compression has to beat is the fastest of them. Of two that take about as long, the one to take instead is
-    # that which needs less of a script: DDP, then no compression.
+    # Compression has to beat the fastest uncompressed option. If none is worth it, the advice is plain DDP unless
+    # another uncompressed option saves enough: plain DDP needs the least change to a script.
     baseline, instead = min((plain, *without), key=lambda row: row.step_s), _worth_it(without, plain) or plain
     best = _worth_it([row for row in eligible if row.option.compresses], baseline) or instead
     sentence = _sentence(best, baseline, plain, optimizer, f"{network.cluster} behind {network.link}", tolerance)
@@ -113,7 +113,7 @@ def advise(
 
 
 def _worth_it(rows: Sequence[Row], against: Row) -> Row | None:
-    """The fastest, where it saves enough against another."""
+    """Return the fastest row if it saves at least ``WORTH_IT`` of the other's step, else None."""
     best = min(rows, key=lambda row: row.step_s, default=against)
     return best if best.step_s <= against.step_s * (1 - WORTH_IT) else None
 
@@ -144,7 +144,7 @@ def _sentence(best: Row, baseline: Row, plain: Row, optimizer: str, where: str, 
 
 
 def _instead(option: Option) -> str:
-    """What to do that loses nothing to speak of."""
+    """Word an uncompressed option as an instruction."""
     first = "sum inside each machine first" if option.levels else ""
     return " and ".join(filter(None, (first, "" if option.spec == "none" else "send 16 bits")))
 
@@ -164,8 +164,10 @@ def _about(row: Row, optimizer: str) -> str:
 
 
 def outer_of(option: Option, fact: Fact | None) -> str:
-    """How parameters go along the mean of updates (see :class:`~narrowband.planning.facts.Fact`): as it was measured;
-    where nobody did, as DiLoCo does without compression, and else along a length that is measured.
+    """Return the outer step of an option (see :class:`~narrowband.planning.facts.Fact`).
+
+    This is the one that the fact was measured with. Without a fact, it is DiLoCo's Nesterov step for uncompressed
+    rounds of several steps, and otherwise ``auto``: a length that training measures.
     """
     if fact is not None:
         return fact.outer
@@ -173,13 +175,13 @@ def outer_of(option: Option, fact: Fact | None) -> str:
 
 
 def call_of(option: Option, cluster: Cluster, plan: str | None = None, fact: Fact | None = None) -> str:
-    """The line of a training script that does what an option says.
+    """Return the line of a training script that applies an option.
 
     Args:
-        option: it.
-        cluster: who trains.
-        plan: the file that holds the plan; None: the spec itself.
-        fact: what is known of it.
+        option: the option.
+        cluster: the machines and ranks that train.
+        plan: the path of a plan file to load; None: write the spec itself.
+        fact: what was measured of the option's loss, if anything.
     """
     if option.spec is None:
         return "DistributedDataParallel(model)"
@@ -191,6 +193,6 @@ def call_of(option: Option, cluster: Cluster, plan: str | None = None, fact: Fac
         return f"nb.compress_updates(model, optimizer, {spec}, every={option.every}{where}{outer})"
     levels = f", nodes={cluster.nodes}" if option.levels else ""
     feedback = compression(option.spec).feedback
-    # Momentum before the wire: the optimizer must not have its own, and may have to tell its learning rates.
+    # The feedback applies momentum before sending: the optimizer must have none, and is passed for its learning rates.
     optimizer = ", optimizer=optimizer" if feedback is not None and feedback.observes_uncompressed else ""
     return f"nb.compress_gradients(model, {spec}{levels}{optimizer})"

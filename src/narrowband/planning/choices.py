@@ -1,4 +1,4 @@
-"""All options of a model in a cluster, what has to be measured for them, and the plan file of one of them."""
+"""List the options of a model in a cluster, measure the codecs that they need, and make the plan of one option."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from narrowband.planning.shares import sent_whole
 
 __all__ = ["DEFAULT_CODECS", "check_specs", "measured", "options", "plan_of"]
 
-#: One of each family, at settings whose loss was measured.
+#: One codec of each family, with settings whose loss was measured.
 DEFAULT_CODECS = (
     "none", "fp16", "uniform:bits=8", "qsgd:bits=4", "powersgd:rank=4", "sign+ef", "topk:density=0.01+ef",
 )  # fmt: skip
 
 
 def check_specs(specs: Sequence[str], rounds: Sequence[int]) -> None:
-    """Refuse what is no spec, is not for gradients, or is no number of steps.
+    """Check that specs can compress gradients and send a fixed number of bytes, and that rounds are positive.
 
     Raises:
-        ValueError: says which.
+        ValueError: they do not; the message names the first.
     """
     for spec in specs:
         chosen = compression(spec)
@@ -42,24 +42,24 @@ def check_specs(specs: Sequence[str], rounds: Sequence[int]) -> None:
 
 
 def options(specs: Sequence[str], optimizer: str, cluster: Cluster, rounds: Sequence[int]) -> list[Option]:
-    """DDP as it is, 16 bits and each spec for gradients, on two levels where there are two, and rounds of updates.
+    """List the options: plain DDP, 16 bits and each spec for gradients, also on two levels, and rounds of updates.
 
     Args:
-        specs: of gradients. In rounds go those of them that can, and ``none``. What else has to beat, ``fp16``, is
-            there also where it is none of them.
-        optimizer: rounds that were measured with it are there, too.
-        cluster: who trains.
-        rounds: optimizer steps from one to the next.
+        specs: for gradients. Rounds of updates use ``none`` and those specs that can compress updates. ``fp16``, the
+            baseline, is always added.
+        optimizer: rounds that were measured with this optimizer are added.
+        cluster: the machines and ranks that train. Two levels need several machines with several ranks each.
+        rounds: optimizer steps from one round to the next, for each option with rounds.
 
     Raises:
-        ValueError: rounds, where machines have several ranks.
+        ValueError: rounds are asked for, and machines have several ranks.
     """
     if rounds and cluster.per_node > 1:
         raise ValueError(
             "rounds of updates (every) are predicted for machines of one rank: leave every out, or per_node; "
             "nb.compress_updates itself takes replicas of several ranks"
         )
-    # As facts have them: "qsgd" is "qsgd:bits=4", whose loss is known.
+    # Write specs in full, as facts do: "qsgd" becomes "qsgd:bits=4", whose loss is known.
     specs = list(dict.fromkeys(str(compression(spec)) for spec in specs))
     gradients = specs if "fp16" in specs else ["fp16", *specs]
     found = [Option(None), *map(Option, gradients)]
@@ -67,7 +67,7 @@ def options(specs: Sequence[str], optimizer: str, cluster: Cluster, rounds: Sequ
         found += [Option(spec, levels=True) for spec in gradients]
     measured_before = [(fact.spec, fact.every) for fact in facts() if fact.optimizer == optimizer and fact.every]
     asked = [(spec, every) for every in rounds for spec in ("none", *specs) if _takes_updates(spec)]
-    if cluster.per_node == 1:  # what the ranks of a replica do among each other is not simulated
+    if cluster.per_node == 1:  # communication among the ranks of one replica is not simulated
         found += [Option(spec, every=every) for spec, every in dict.fromkeys([*measured_before, *asked])]
     return list(dict.fromkeys(found))
 
@@ -80,11 +80,11 @@ def _takes_updates(spec: str) -> bool:
 def measured(
     measurement: Measured, chosen: Mapping[Cluster, Sequence[Option]], on_codec: Callable[[str], None]
 ) -> Profile:
-    """The profile, with all codecs that these options need.
+    """Measure all codecs that these options need, and return the profile with them.
 
     Args:
         measurement: of the model.
-        chosen: who may train, and the options that they have.
+        chosen: the options of each cluster.
         on_codec: called with each spec before it is measured.
     """
     profile = measurement.profile
@@ -105,7 +105,7 @@ def measured(
 
 
 def plan_of(profile: Profile, option: Option, cluster: Cluster) -> Plan:
-    """What ``nb.compress_gradients`` and ``nb.compress_updates`` take as a plan: one spec for all layers.
+    """Make a plan for ``nb.compress_gradients`` or ``nb.compress_updates`` that has one spec for all layers.
 
     Raises:
         ValueError: the model has no layers to compress.

@@ -1,7 +1,7 @@
-"""A process group of one process that answers as many ranks would, if all of them sent what this one sends.
+"""A process group of one process that answers as N ranks would, if all of them sent what this one sends.
 
-So an exchange among N ranks can be run, and timed, in one process: what it encodes and decodes is real, and nothing is
-on a wire. The sum of N equal tensors is N times one; what all ranks gather, or send to this one, is N copies.
+With it, an exchange among N ranks can be run and timed in one process: encoding and decoding are real, but nothing is
+sent. An all-reduce multiplies the tensor by N; an all-gather and an all-to-all give N copies of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["EchoGroup"]
 
 
 class _Done:
-    """A collective that is over when it begins."""
+    """The work handle of a collective that is complete from the start."""
 
     def wait(self, timeout: Any = None) -> bool:
         del timeout
@@ -29,10 +29,10 @@ class _Done:
 
 
 class EchoGroup(dist.ProcessGroup):
-    """The group of rank 0 among so many ranks that all do the same.
+    """The process group of rank 0 among ``ranks`` ranks that all do the same.
 
     Attributes:
-        calls: the names of the collectives that were asked of it, in order.
+        calls: the names of the collectives that were called, in order.
 
     Example:
         >>> import torch
@@ -50,7 +50,7 @@ class EchoGroup(dist.ProcessGroup):
         self.calls: list[str] = []
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> _Done:  # type: ignore[override]
-        """A sum."""
+        """Multiply by the number of ranks, the sum of equal tensors."""
         self.calls.append("all_reduce")
         tensors[0].mul_(self._ranks)
         return _Done()
@@ -62,12 +62,12 @@ class EchoGroup(dist.ProcessGroup):
         return _Done()
 
     def all_to_all_single(self, out: Tensor, x: Tensor, out_sizes: list[int], *_: Any) -> _Done:  # type: ignore[override]
-        """Every rank sends what this one sends to itself."""
+        """Receive from every rank what this rank sends to itself."""
         self.calls.append("all_to_all")
         own = x.view(-1)[: out_sizes[0]]
         out.view(self._ranks, -1).copy_(own.reshape(1, -1))
         return _Done()
 
-    # Their names before PyTorch 2.13.
+    # The names of these methods before PyTorch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]

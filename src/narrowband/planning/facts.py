@@ -1,7 +1,8 @@
-"""What compression cost in loss, as far as it was measured: a small table, each line with the command that made it.
+"""A small table of how much compression raised the loss in measured runs; each line has the command that made it.
 
-The table is ``facts.json``. ``python -m reproduce.facts`` makes it of the records in ``reproduce/results``, and a test
-compares them. All of it is of small models and short runs: it says what to be careful of, and not what yours will lose.
+The table is ``facts.json``. ``python -m reproduce.facts`` makes it from the records in ``reproduce/results``, and a
+test compares the two. All runs are short, with small models: they show what to be careful of, not what your model will
+lose.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class Fact:
         optimizer: adamw, sgd, muon or lora (AdamW on adapters).
         spec: what was sent, as :func:`~narrowband.feedback.compression` writes it.
         every: steps from one round of updates to the next; 0: gradients.
-        gap: how far the held-out loss was above that without compression, as a share of it.
-        margin: what of that may be chance; None: of one seed, so nobody knows.
-        seeds: how many.
+        gap: how far the held-out loss was above that without compression, as a share of the latter.
+        margin: how much of the gap may be chance; None: there was one seed, so it is unknown.
+        seeds: number of seeds.
         what: model, length and ranks.
-        command: that made the record.
-        outer: of updates: how parameters went along their mean; ``auto``, a length, or ``nesterov`` for DiLoCo's step.
-        residuals: of updates: where they waited, ``apart`` or ``in-place``.
+        command: the command that made the record.
+        outer: for updates, the outer step along their mean: ``auto``, a length, or ``nesterov`` for DiLoCo's step.
+        residuals: for updates, where residuals were kept: ``apart`` or ``in-place``.
     """
 
     optimizer: str
@@ -48,7 +49,7 @@ class Fact:
     residuals: str = "apart"
 
     def within(self, tolerance: float) -> bool:
-        """Whether no more was lost than a share of the loss."""
+        """Return whether the gap is at most this share of the loss."""
         return self.gap <= tolerance
 
     def __str__(self) -> str:
@@ -59,13 +60,13 @@ class Fact:
 
 @functools.lru_cache(maxsize=1)
 def facts() -> tuple[Fact, ...]:
-    """All."""
+    """Return all facts."""
     found = (Fact(**fields) for fields in json.loads(_PATH.read_text(encoding="utf-8")))
     return tuple(replace(fact, spec=str(compression(fact.spec))) for fact in found)
 
 
 def known(optimizer: str, spec: str | None, every: int) -> Fact | None:
-    """What is known of a choice: of several measurements the worst. None: nothing.
+    """Return the fact about a choice: the worst one if there are several, None if there is none.
 
     Example:
         >>> from narrowband.planning.facts import known
@@ -77,7 +78,7 @@ def known(optimizer: str, spec: str | None, every: int) -> Fact | None:
 
 
 def akin(optimizer: str, spec: str | None, every: int) -> Fact | None:
-    """What is known of the same codec with other settings, sent as often: the worst of it. None: nothing.
+    """Return the worst fact about the same codec with any settings, sent as often; None if there is none.
 
     Example:
         >>> from narrowband.planning.facts import akin

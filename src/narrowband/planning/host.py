@@ -1,6 +1,6 @@
-"""What a message takes of this machine's software: gloo between two threads of one process, over loopback.
+"""Measure what a message costs in this machine's software, with gloo between two threads of a process, over loopback.
 
-On a fast link, and for small messages on any, that is most of what they take.
+On a fast link, and for small messages on any link, this is most of the time that a message takes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from narrowband.planning.links import Host
 __all__ = ["PAUSE_S", "measure_host"]
 
 _TIMEOUT = timedelta(seconds=60)
-_SMALL, _LARGE = 2, 1 << 20  # elements of float32: 8 bytes, and what is not in the caches
+_SMALL, _LARGE = 2, 1 << 20  # elements of float32: 8 bytes, and more than caches hold
 _TIMES_SMALL, _TIMES_LARGE = 21, 4
 
-#: In training messages come to threads that sleep, and have to be woken.
+#: Pause before each message: in training, messages reach threads that sleep and have to be woken.
 PAUSE_S = 0.01
 
 
 def measure_host() -> Host:
-    """Measure it, in a fraction of a second.
+    """Measure the cost of messages on this machine, in a fraction of a second.
 
     Raises:
         UnsupportedError: this PyTorch has no gloo.
@@ -70,12 +70,12 @@ def measure_host() -> Host:
     begin = time.process_time()
     _both(reduce)
     spent = time.process_time() - begin
-    # Among two, a rank sends as many bytes as the tensor has, and both were in this process.
+    # In an all-reduce of two ranks, each rank sends as many bytes as the tensor has. Both ranks are in this process.
     return Host(hop_s, spent / (_TIMES_LARGE * 2 * x[0].nbytes))
 
 
 def _both(work: Callable[[int], Any]) -> Sequence[Any]:
-    """What two threads return, each as one rank."""
+    """Run ``work`` in two threads, one per rank, and return both results."""
     found: list[Any] = [None, None]
     errors: list[BaseException] = []
 

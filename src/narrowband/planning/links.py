@@ -1,4 +1,4 @@
-"""The link between machines, as users write it, and what a collective takes of it."""
+"""Describe the link between machines, as users write it, and the ranks that train over it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from narrowband.units import format_rate, format_seconds
 
 __all__ = ["PAYLOAD_SHARE", "Cluster", "Host", "Link"]
 
-#: What of a link's rate is left for what is sent: of 1,514 bytes of an Ethernet frame, 66 are headers of Ethernet,
-#: IPv4 and TCP with its timestamp.
+#: The share of a link's rate that is left for payload: of the 1,514 bytes of an Ethernet frame, 66 are headers of
+#: Ethernet, IPv4 and TCP with its timestamp.
 PAYLOAD_SHARE = (1514 - 66) / 1514
 
 
 @dataclass(frozen=True)
 class Host:
-    """What messages take of this machine's software, whatever the link; measured.
+    """The measured cost of messages in this machine's software, whatever the link.
 
     Attributes:
-        hop_s: from one rank to the next, of a message of a few bytes.
-        cpu_s_per_byte: seconds of a core to send a byte, and receive one.
+        hop_s: seconds of a message of a few bytes from one rank to the next.
+        cpu_s_per_byte: seconds of a core to send a byte and receive one.
     """
 
     hop_s: float = 0.0
@@ -30,12 +30,12 @@ class Host:
 
 @dataclass(frozen=True)
 class Link:
-    """What machines are connected by.
+    """The link that connects a machine with the others.
 
     Attributes:
         up: bits per second at which a machine sends.
-        down: at which it receives.
-        delay_s: one way.
+        down: bits per second at which it receives.
+        delay_s: seconds, one way.
 
     Example:
         >>> from narrowband.planning import Link
@@ -53,10 +53,10 @@ class Link:
 
     @classmethod
     def of(cls, rate: str, delay: str | None = None) -> Link:
-        """What users write: ``200mbit``, or ``20mbit/100mbit`` where machines send slower than they receive.
+        """Parse what users write: ``200mbit``, or ``20mbit/100mbit`` where machines send slower than they receive.
 
         Raises:
-            ValueError: it cannot be read, or is zero.
+            ValueError: the text is no rate or delay, or a rate is zero.
         """
         up, slash, down = rate.replace("/s", "").partition("/")
         rates = [read_rate(up), read_rate(down if slash else up)]
@@ -78,11 +78,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Who trains.
+    """The machines and ranks that train together.
 
     Attributes:
-        nodes: machines.
-        per_node: ranks on each; they share its link.
+        nodes: number of machines.
+        per_node: ranks on each machine, which share its link.
     """
 
     nodes: int
@@ -95,7 +95,7 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """On all machines."""
+        """The number of ranks on all machines."""
         return self.nodes * self.per_node
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
-"""Measure, in one process, what a step of a model takes and what codecs take with its gradients.
+"""Measure, in one process, how long a step of a model takes and how long codecs take with its gradients.
 
-The model trains some steps in DistributedDataParallel among one rank, whose hook notes when each bucket is complete.
-Then every codec encodes and decodes the gradients of the last step, bucket by bucket, by the exchanges that training
-uses, among as many ranks as :class:`~narrowband.planning.echo.EchoGroup` pretends. Of several repetitions the median
-counts.
+The model trains some steps in DistributedDataParallel with a single rank, and a communication hook records when each
+bucket is complete. Then every codec encodes and decodes the gradients of the last step, bucket by bucket, through the
+same exchanges as in training. :class:`~narrowband.planning.echo.EchoGroup` stands in for the other ranks. Each time is
+the median of several repetitions.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from narrowband.updates.averaged import floating_buffers
 
 __all__ = ["Measured", "OptimizerName", "measure_codec", "measure_step", "optimizer_of", "scalar_of"]
 
-#: What codecs are measured among: two points make a line.
+#: The numbers of ranks that codecs are measured with. Two points define a line.
 RANKS = (2, 8)
 
-_WARM_UP_STEPS = 4  # DDP lays out its buckets anew after the first
+_WARM_UP_STEPS = 4  # DDP rebuilds its buckets after the first step
 _REPEATS = 5
 
 OptimizerName = Literal["adamw", "sgd", "muon", "lora"]
 
-#: Nothing is learned while steps are measured.
+#: So small that parameters hardly change while steps are measured.
 _LEARNING_RATE = 1e-6
 
 
 def optimizer_of(name: OptimizerName, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """What steps a model, as in the records of losses.
+    """Return the optimizers for a model, as in the records of losses.
 
     Args:
         name: adamw; sgd, with momentum 0.9; muon, for matrices that are no embeddings, and AdamW for the rest; or lora,
             AdamW on adapters.
-        model: with lora one whose adapters require gradients, and nothing else.
+        model: for lora, only its adapters may require gradients.
 
     Raises:
-        ValueError: lora, and nothing in the model is frozen.
+        ValueError: ``name`` is lora, and nothing in the model is frozen.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8))
@@ -81,10 +81,12 @@ def optimizer_of(name: OptimizerName, model: nn.Module) -> list[torch.optim.Opti
 
 
 def scalar_of(output: Any) -> Tensor:
-    """Something to go backward from, of whatever a model returns: the loss itself, where it returns that.
+    """Return a scalar to call backward on, from whatever a model returns.
+
+    This is the first tensor that requires gradients, if it is a scalar such as a loss, else the mean of its squares.
 
     Raises:
-        ValueError: nothing in it needs gradients.
+        ValueError: nothing in the output requires gradients.
     """
     found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
@@ -97,10 +99,10 @@ def scalar_of(output: Any) -> Tensor:
 
 @dataclass(eq=False)
 class Measured:
-    """A model's step, and its gradients for codecs to be measured with.
+    """The measured step of a model, and the gradients to measure codecs with.
 
     Attributes:
-        profile: without codecs.
+        profile: the times of the step, without codecs.
         gradients: of the last step, by layer.
     """
 
@@ -108,10 +110,10 @@ class Measured:
     gradients: dict[str, Tensor]
 
     def part(self, profile: Profile) -> Measured:
-        """The same of one rank's shards.
+        """Return the same for the shards of one rank.
 
         Args:
-            profile: of them.
+            profile: of these shards.
         """
         place, ranks = profile.share
         spans = {
@@ -129,19 +131,19 @@ def measure_step(
     bucket_cap_mb: float = 25.0,
     steps: int = 10,
 ) -> Measured:
-    """Train some steps with nothing sent, and note when each bucket is complete.
+    """Train some steps without sending anything, and record when each bucket is complete.
 
     Args:
-        model: on the CPU; it is trained, so do not go on with it.
-        inputs: of its forward.
-        optimizer: makes one of the model, or several that step one after the other.
-        loss: of what the model returns.
+        model: on the CPU. It is trained, so do not use it afterwards.
+        inputs: the arguments of its forward.
+        optimizer: makes the model's optimizer, or several that step one after the other.
+        loss: computes the loss from what the model returns.
         bucket_cap_mb: of DistributedDataParallel.
-        steps: that are timed.
+        steps: number of timed steps.
 
     Raises:
-        ValueError: a model that has nothing to train, or not in float32, or returns nothing to go backward from, or
-            whose backward leaves something out, or gives an inf or NaN.
+        ValueError: the model has nothing to train, or trains parameters that are not float32 on the CPU, or returns
+            nothing that requires gradients; or backward leaves a parameter without a gradient, or gives an inf or NaN.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
@@ -190,7 +192,7 @@ def _elsewhere(trained: Sequence[tuple[str, Tensor]]) -> set[str]:
 def _try(
     model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor], trained: Sequence[tuple[str, Tensor]]
 ) -> None:
-    """See that a step works, and reaches everything that is trained, before anything waits for it.
+    """Check that a step works, and that backward reaches every trained parameter, before DDP waits for its gradient.
 
     Raises:
         ValueError: it does not.
@@ -220,7 +222,7 @@ def _try(
 
 @contextlib.contextmanager
 def _alone() -> Iterator[dist.ProcessGroup]:
-    """A process group of this rank by itself."""
+    """Yield a process group that has this rank alone."""
     if dist.is_initialized():
         groups = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
         yield groups[dist.get_rank()]
@@ -234,7 +236,7 @@ def _alone() -> Iterator[dist.ProcessGroup]:
 
 @dataclass(eq=False)
 class _Watch:
-    """DDP's buckets of the last step, and when they were complete."""
+    """DDP's buckets in the last step, and the times at which they were complete."""
 
     buckets: list[list[Tensor]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -300,10 +302,10 @@ def _median(work: Callable[[], object]) -> float:
 
 
 def measure_codec(measured: Measured, spec: str, name: str) -> Codec:
-    """What encoding and decoding the gradients takes, bucket by bucket.
+    """Measure how long it takes to encode and decode the gradients, bucket by bucket.
 
     Args:
-        measured: the model.
+        measured: the model's step and gradients.
         spec: of the codec and its feedback.
         name: of the collective.
 
@@ -328,7 +330,7 @@ def measure_codec(measured: Measured, spec: str, name: str) -> Codec:
 
 @dataclass(eq=False)
 class _Timing:
-    """All repetitions of one bucket."""
+    """The times of all repetitions with one bucket."""
 
     found: list[list[float]] = field(default_factory=list)  # encode, begin, work after each collective, deliver
     calls: list[str] = field(default_factory=list)
@@ -339,7 +341,7 @@ class _Timing:
 
 
 class _Run:
-    """One rank of so many that exchanges all buckets."""
+    """One rank, of a given number, that exchanges all buckets."""
 
     def __init__(self, measured: Measured, chosen: Compression, name: str, ranks: int) -> None:
         self._measured, self._chosen, self._kind, self._ranks = measured, chosen, collective(name), ranks
@@ -358,7 +360,7 @@ class _Run:
         return 0 if self._state is None else self._state.nbytes
 
     def repeat(self) -> None:
-        """All buckets once. The first time is not timed: residuals begin, memory is new."""
+        """Exchange all buckets once. The first call is not timed, because it allocates memory and starts residuals."""
         self._step += 1
         for timing, bucket in zip(self.timings, self._measured.profile.buckets, strict=True):
             if bucket.layers:
@@ -385,7 +387,7 @@ class _Run:
 
 
 def _phases(exchange: Exchange) -> list[float]:
-    """The seconds of work between two collectives of an exchange."""
+    """Return the seconds of work before, between and after the collectives of an exchange."""
     job, found = exchange.job(), []
     while True:
         begin = time.perf_counter()

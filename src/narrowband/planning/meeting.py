@@ -1,11 +1,12 @@
-"""Ranks meet before they have a process group, and tell each other small things.
+"""Exchange small messages between ranks that have no process group yet.
 
-A process group of gloo connects every rank with every other when it is made, so one port that is closed is all that it
-takes to have none. What finds the closed port can therefore not be said through a process group. The store at
-``MASTER_ADDR`` needs one connection per rank, and that is the one which ``torchrun`` has made before.
+A process group of gloo connects every rank with every other when it is created, so a single closed port makes it fail.
+The code that looks for the closed port can therefore not communicate through a process group. It uses the store at
+``MASTER_ADDR``, which needs one connection per rank, to a port that ``torchrun`` has connected to before.
 
-On a link where large packets vanish small ones still get through. So nothing here is longer than :data:`_PART_NBYTES`
-at a time, and a rank has the answer to one part before it sends the next: the kernel would join them otherwise.
+On a link that drops large packets, small ones still get through. So no message here is longer than
+:data:`_PART_NBYTES`, and a rank waits for the answer to one part before it sends the next, because the kernel would
+otherwise join them into one packet.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from narrowband.errors import DisagreementError, UnsupportedError
 
 __all__ = ["Lockstep", "Meeting", "MeetingError", "OtherRankError", "address_towards", "join", "seconds"]
 
-#: Bytes that even the smallest packets of IPv6, of 1,280 bytes, have room for beside headers and the store's own words.
+#: Bytes that fit beside headers and the store's protocol into a packet of 1,280 bytes, the smallest MTU of IPv6.
 _PART_NBYTES = 900
 
-#: Where a port is closed for now, since the machine behind it is not as far yet, try again after so many seconds.
+#: Seconds between attempts to connect to a port that is not open yet.
 _AGAIN_S = 0.2
 
 
 class MeetingError(RuntimeError):
-    """Ranks did not come together; says who, where, and what to do."""
+    """Some ranks did not come together. The message says which, where, and what to do."""
 
 
 class Meeting:
-    """What ranks tell each other through a store.
+    """Exchange values between ranks through a store.
 
     Args:
-        store: that all of them reach.
-        rank, size: who this is, of how many.
-        where: the store, for messages.
-        wait_s: seconds in which all have to come, or to go on: they may be started one after the other.
+        store: a store that all ranks reach.
+        rank, size: the number of this rank, and of ranks.
+        where: the address of the store, for messages.
+        wait_s: seconds to wait for other ranks, which may be started one after the other.
 
     Example:
         >>> from torch._C._distributed_c10d import HashStore
@@ -58,11 +59,11 @@ class Meeting:
         self._store, self.rank, self.size, self.where, self.wait_s = store, rank, size, where, wait_s
 
     def store_of(self, name: str) -> Store:
-        """A store of its own for two ranks that make a group."""
+        """Return a store with a namespace of its own, for two ranks that make a group."""
         return PrefixStore(name, self._store)
 
     def put(self, key: str, value: Any) -> None:
-        """Leave a JSON-able value for the others."""
+        """Store a JSON-able value for the other ranks."""
         text = json.dumps(value, ensure_ascii=True)
         parts = [text[at : at + _PART_NBYTES] for at in range(0, len(text), _PART_NBYTES)]
         for number, part in enumerate(parts):
@@ -70,10 +71,10 @@ class Meeting:
         self._set(key, str(len(parts)))
 
     def get(self, key: str, within_s: float) -> Any:
-        """What a rank has left, or will.
+        """Return the value that a rank has stored under a key; wait for it if it is not there yet.
 
         Raises:
-            MeetingError: nothing, for so many seconds.
+            MeetingError: no rank stored it within ``within_s`` seconds.
         """
         if not self._has(key, within_s):
             raise MeetingError(f"nobody said {key!r} to {self.where} within {within_s:g} s")
@@ -81,13 +82,13 @@ class Meeting:
         return json.loads("".join(self._store.get(f"{key}/{number}").decode() for number in range(parts)))
 
     def all(self, key: str, mine: Any, later_s: float = 0.0) -> list[Any]:
-        """What every rank has to say, in the order of ranks.
+        """All-gather a value: return the values of all ranks, in the order of ranks.
 
         Args:
-            later_s: seconds that a rank may take before it says so, beyond those of the meeting.
+            later_s: seconds that a rank may take before its call, in addition to ``wait_s``.
 
         Raises:
-            MeetingError: some rank said nothing; names all that did not.
+            MeetingError: some ranks stored no value in time; the message names all of them.
         """
         self.put(f"{key}/{self.rank}", mine)
         within_s = self.wait_s + later_s
@@ -105,10 +106,10 @@ class Meeting:
         return [self.get(each, within_s) for each in keys]
 
     def leave(self, code: int) -> None:
-        """Go when rank 0 has said what there is to say: ``torchrun`` ends all when one of them goes in discontent.
+        """Wait until rank 0 has printed its results, because ``torchrun`` ends all ranks when one exits with an error.
 
-        The store may be rank 0's own, so it waits until the others have gone. They wait for no answer to their last
-        word: the store that would give it may be gone by then.
+        Rank 0 may host the store, so it waits until the others have left. Those do not wait for an answer to their last
+        message, because the store may be gone by then.
         """
         if self.rank:
             self.get("said", self.wait_s)
@@ -120,7 +121,7 @@ class Meeting:
 
     def _set(self, key: str, text: str) -> None:
         self._store.set(key, text)
-        self._store.check([key])  # an answer
+        self._store.check([key])  # wait for an answer, so that the kernel does not join messages
 
     def _has(self, key: str, within_s: float) -> bool:
         try:
@@ -131,14 +132,14 @@ class Meeting:
 
 
 class OtherRankError(ValueError):
-    """A rank cannot go on, so no rank does. Raised on all of them, with the same words."""
+    """Some rank cannot go on, so no rank does. Raised on all ranks, with the same message."""
 
 
 class Lockstep:
-    """Ranks that do the same at the same time: where one cannot go on, none does, and all know who and why.
+    """Keep ranks in step: if one cannot go on, none does, and all report which one and why.
 
     Args:
-        meeting: where they are.
+        meeting: of the ranks.
         patience_s: seconds that a rank may take from one point to the next.
 
     Example:
@@ -156,12 +157,12 @@ class Lockstep:
         self._points = 0
 
     def compare(self, what: str, mine: Mapping[str, Any]) -> None:
-        """See whether all ranks have the same JSON-able values under the same names.
+        """Check that all ranks have the same JSON-able values under the same names.
 
         Raises:
-            DisagreementError: they have not; on all ranks, with the first name that differs, and on which rank.
-            OtherRankError: some rank did not come this far.
-            MeetingError: some rank said nothing.
+            DisagreementError: values differ. Raised on all ranks, with the first name that differs, and on which rank.
+            OtherRankError: some rank failed before this point.
+            MeetingError: some rank did not answer.
         """
         said = self._exchange(values=dict(mine))
         for rank, own in enumerate(said):
@@ -180,23 +181,23 @@ class Lockstep:
             error: why this rank cannot go on.
 
         Raises:
-            OtherRankError: some rank cannot; on all ranks.
-            MeetingError: some rank said nothing.
+            OtherRankError: some rank cannot go on. Raised on all ranks.
+            MeetingError: some rank did not answer.
         """
         self._exchange(error)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What fails in here on one rank ends it on all; :meth:`point` is called at the end, and may be inside.
+        """End the block on all ranks if it fails on one. Calls :meth:`point` at the end; the block may call it, too.
 
         Raises:
-            OtherRankError: what was given to some rank is wrong.
-            Exception: whatever else went wrong on this rank; the others get an OtherRankError.
+            OtherRankError: on some rank an argument or a setting is wrong.
+            Exception: any other error on this rank; the other ranks raise an OtherRankError.
         """
         try:
             yield
         except (OtherRankError, DisagreementError, MeetingError):
-            raise  # the others know
+            raise  # the other ranks know of these
         except (ValueError, UnsupportedError) as error:
             self.point(str(error))
         except Exception as error:
@@ -208,7 +209,7 @@ class Lockstep:
             self.point()
 
     def _exchange(self, error: str | None = None, values: Any = None) -> list[Any]:
-        """What ranks say at a point; whoever fails says so at the next one, whatever the others do there."""
+        """All-gather values at a point. A rank that fails reports it at the next point, whatever that point is for."""
         self._points += 1
         said = self._meeting.all(f"point/{self._points}", [error, values], self._patience_s)
         for rank, (each, _) in enumerate(said):
@@ -218,21 +219,21 @@ class Lockstep:
 
 
 def _words(value: Any) -> str:
-    """A value as users write it."""
+    """Format a value as users write it."""
     if value is None:
         return "not given"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def join(within_s: float = 60.0) -> Meeting:
-    """Meet at ``MASTER_ADDR``, as ``torchrun`` says.
+    """Meet the other ranks at ``MASTER_ADDR``, as ``torchrun`` has set it.
 
     Args:
         within_s: seconds in which the store has to answer, and the other ranks have to come.
 
     Raises:
         ValueError: torchrun has not started this process.
-        MeetingError: the name is not known here, or nobody answers there.
+        MeetingError: the name cannot be resolved here, or nothing answers at the address.
     """
     lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if lacking:
@@ -252,7 +253,7 @@ def join(within_s: float = 60.0) -> Meeting:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to another; empty where there is no way. Sends nothing."""
+    """Return the address from which this machine reaches another; empty if there is no route. Sends nothing."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as trial:
@@ -263,15 +264,15 @@ def address_towards(host: str, port: int) -> str:
 
 
 def seconds(number: float) -> timedelta:
-    """As PyTorch takes time-outs."""
+    """Convert seconds to a timedelta, as PyTorch takes time-outs."""
     return timedelta(seconds=number)
 
 
 def _reach(host: str, port: int, rank: int, within_s: float) -> None:
-    """See that there is something at the store's port: what PyTorch says where there is not takes long to read.
+    """Check that something listens at the store's port, because PyTorch's own error message is long and unclear.
 
     Raises:
-        MeetingError: there is not.
+        MeetingError: nothing does.
     """
     here = f"rank {rank} on {socket.gethostname()}"
     try:
@@ -297,7 +298,7 @@ def _reach(host: str, port: int, rank: int, within_s: float) -> None:
 
 
 def _what(error: OSError, there: str, host: str, port: int, within_s: float) -> str:
-    """What became of a connection, and what to do."""
+    """Say why a connection failed, and what to do."""
     if isinstance(error, TimeoutError):
         own = address_towards(host, port) or "this machine"
         return (

@@ -1,7 +1,7 @@
-"""Links as they are: rate and latency from machine to machine, measured among ranks that ``torchrun`` has started.
+"""Measure rate and latency of the links between machines, among ranks that ``torchrun`` has started.
 
-One pair of machines at a time, in one direction at a time, by messages of ``torch.distributed``. Machines in a ring
-send to their neighbours, so these are the pairs that matter; where machines are few, all pairs are measured.
+One pair of machines at a time is measured, in one direction at a time, with messages of ``torch.distributed``. In a
+ring, machines send to their neighbours, so these pairs matter most; if there are few machines, all pairs are measured.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from narrowband.planning.links import PAYLOAD_SHARE, Link
 
 __all__ = ["FIRST_NBYTES", "Pair", "Wire", "link_of", "measure_pairs", "measure_rate", "measure_trips", "routes"]
 
-#: From so many machines on, only neighbours in the ring are measured.
+#: Up to this many machines, all pairs are measured; with more, only neighbours in the ring.
 _ALL_PAIRS = 6
 
 _ROUND_TRIPS = 21
-#: The first long message.
+#: Size of the first long message.
 FIRST_NBYTES = 1 << 16
 _MOST_NBYTES = 1 << 26
-#: A message that takes so long twice says enough of a rate; once may be a matter of what else a machine does.
+#: A message size whose transfer takes this many seconds twice is long enough to give the rate. A single slow transfer
+#: may come from other work on a machine.
 _LONG_S = 0.25
 
-#: What a sender says of the next long message.
+#: What the sender announces: the next long message is twice as long, it is as long again, or there is none.
 _LONGER, _AGAIN, _OVER = 0.0, 1.0, 2.0
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A link, in one direction.
+    """A measured link, in one direction.
 
     Attributes:
         source, target: machines, from 0.
-        rate: bits per second, of payload.
-        latency_s: of a message of a few bytes, one way: half of a round trip, software included.
+        rate: bits per second of payload.
+        latency_s: seconds of a message of a few bytes, one way: half of a round trip, software included.
     """
 
     source: int
@@ -53,11 +54,11 @@ class Pair:
 
 
 def measure_pairs(nodes: int, per_node: int) -> list[Pair]:
-    """Measure links between machines. A collective of the default group; all ranks get all that was found.
+    """Measure the links between machines. All ranks of the default group call it, and all get all results.
 
     Args:
-        nodes: machines; successive ranks are on one.
-        per_node: ranks on each. The first of each measures.
+        nodes: number of machines. Successive ranks are on the same machine.
+        per_node: ranks on each machine. The first of them measures.
     """
     wire = _of_all_ranks()
     rank = dist.get_rank()
@@ -78,7 +79,7 @@ def measure_pairs(nodes: int, per_node: int) -> list[Pair]:
 
 
 def link_of(pairs: Sequence[Pair], nodes: int) -> tuple[Link, float]:
-    """The slowest link between neighbours in the ring, which all others wait for, and the longest latency there."""
+    """Return the slowest link between neighbours in the ring, which all others wait for, and the longest latency."""
     ring = {(at, (at + 1) % nodes) for at in range(nodes)}
     own = [pair for pair in pairs if (pair.source, pair.target) in ring]
     slowest = min(pair.rate for pair in own) / PAYLOAD_SHARE
@@ -86,17 +87,17 @@ def link_of(pairs: Sequence[Pair], nodes: int) -> tuple[Link, float]:
 
 
 class Wire(Protocol):
-    """What carries tensors from rank to rank: a process group, or what gloo has below one."""
+    """Point-to-point messages: a process group, or gloo's own group below one."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
-        """Send; what is returned has ``wait()``."""
+        """Begin to send, and return a handle with ``wait()``."""
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
-        """Receive; what is returned has ``wait()``."""
+        """Begin to receive, and return a handle with ``wait()``."""
 
 
 def routes(places: int) -> list[tuple[int, int]]:
-    """From where to where to measure, one after the other: all pairs of a few, or the neighbours of a ring.
+    """Return the ordered pairs to measure: all pairs of up to 6 places, or else the neighbours in a ring.
 
     Example:
         >>> routes(2)
@@ -108,10 +109,10 @@ def routes(places: int) -> list[tuple[int, int]]:
 
 
 def measure_trips(wire: Wire, peer: int, *, sends: bool) -> tuple[float, float]:
-    """Round trips of a message of a few bytes. Both ranks call it, and one of them ``sends``.
+    """Measure round trips of a message of a few bytes. Both ranks call it, and one of them ``sends``.
 
     Returns:
-        Their mean and the least of them, in seconds, where this rank sends; zeros on the other.
+        The mean and the minimum, in seconds, on the rank that sends; zeros on the other.
     """
     short = torch.zeros(1, dtype=torch.float32, device="cpu")
     trips = []
@@ -129,13 +130,13 @@ def measure_trips(wire: Wire, peer: int, *, sends: bool) -> tuple[float, float]:
 
 
 def measure_rate(wire: Wire, peer: int, trip_s: float = 0.0, *, sends: bool) -> float:
-    """Rate of long messages in one direction. Both ranks call it, and one of them ``sends``.
+    """Measure the rate of long messages in one direction. Both ranks call it, and one of them ``sends``.
 
     Args:
-        trip_s: seconds of a round trip, which are no part of what a message takes.
+        trip_s: seconds of a round trip, which are subtracted from the time of a message.
 
     Returns:
-        Bits per second of payload, where this rank sends; zero on the other.
+        Bits per second of payload on the rank that sends; zero on the other.
     """
     short = torch.zeros(1, dtype=torch.float32, device="cpu")
     word = torch.full((1,), _LONGER, dtype=torch.float32, device="cpu")

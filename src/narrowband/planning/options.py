@@ -1,8 +1,9 @@
-"""What there is to choose from, and the step that each choice makes, ready to be simulated.
+"""Describe an option (a way to train), build the step that it makes, and predict its duration by simulation.
 
-A step has the messages that :mod:`narrowband.averaging.step` sends: ranks compare eight bytes before anything else;
-payloads of several buckets travel together until a rank has ``message_nbytes`` to send; small parameters go
-uncompressed at the end, or before it where they are many. Bytes are those that the library says its collectives send.
+A step has the messages that :mod:`narrowband.averaging.step` sends. Ranks first compare eight bytes. Payloads of
+several buckets are joined into one message until a rank has ``message_nbytes`` to send. Small parameters are sent
+uncompressed at the end, or earlier if there are many. The numbers of bytes are those that the library's collectives
+report.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from narrowband.planning.simulation import Arrival, Inside, Machine, Message, Ou
 
 __all__ = ["DDP", "Network", "Option", "Predicted", "averaged_by_rank", "predict", "way_of"]
 
-#: The name of DistributedDataParallel without a hook: what everybody has.
+#: The name of DistributedDataParallel without a communication hook.
 DDP = "DDP, float32"
 
-#: The comparison of ranks before a step: eight bytes of each.
+#: Bytes that each rank sends in the comparison of ranks before a step.
 _AGREEMENT_NBYTES = 8
 
-#: The flag behind the small parameters, in float32.
+#: Bytes of the flag behind the small parameters, one float32.
 _FLAG_NBYTES = 4
 
-#: How often a bucket is copied on two levels: into rows and out of the sums; its averages into rows, and back.
+#: How often a bucket is copied on two levels: on the way in, into rows and out of the sums; on the way out, its
+#: averages into rows and back.
 _COPIES_IN, _COPIES_OUT = 2, 2
 
 
@@ -38,9 +40,9 @@ class Option:
     """One way to train.
 
     Attributes:
-        spec: codec and feedback; None: DDP as it is.
-        levels: whether gradients are summed inside machines first.
-        every: optimizer steps from one round of updates to the next; 0: gradients, in every step.
+        spec: codec and feedback; None: plain DDP.
+        levels: whether gradients are summed inside each machine first.
+        every: optimizer steps from one round of updates to the next; 0: send gradients, in every step.
     """
 
     spec: str | None
@@ -49,20 +51,20 @@ class Option:
 
     @property
     def compresses(self) -> bool:
-        """Whether what is sent loses more than 16 bits do, or is sent more rarely."""
+        """Whether the option loses more than 16 bits do, or sends less often than every step."""
         return bool(self.every) or self.spec not in (None, "none", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
 class Network:
-    """Everything between ranks, and the cores that they have.
+    """The links between ranks, and the cores that they have.
 
     Attributes:
         link: of every machine.
-        cluster: who trains.
-        host: of the machine.
+        cluster: the machines and ranks that train.
+        host: the cost of messages in a machine's software.
         cores: of a machine, for all its ranks.
-        slots: collectives that a process group has under way at a time: 2 with gloo, 1 with NCCL.
+        slots: collectives that a process group runs at the same time: 2 with gloo, 1 with NCCL.
     """
 
     link: Link
@@ -72,7 +74,7 @@ class Network:
     slots: int = 2
 
     def machine(self, threads: int) -> Machine:
-        """What one rank has to itself."""
+        """Return the resources of one rank."""
         return Machine(
             rate=self.link.rate * PAYLOAD_SHARE / 8,
             cores=self.cores / self.cluster.per_node,
@@ -84,16 +86,16 @@ class Network:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What an option takes.
+    """The predicted time, traffic and memory of an option.
 
     Attributes:
-        option: it.
-        collective: by which layers travel.
-        outcome: seconds of a step, on average where there are rounds.
-        sent_nbytes: that a rank sends in a step, as its handle counts them; where ranks send different numbers, their
-            mean, and on two levels those of the rank that sends most.
-        link_nbytes: that a machine's link carries in each direction.
-        residual_nbytes: memory on a rank, of feedback and of what updates are measured from.
+        option: the option.
+        collective: the collective that layers are sent by.
+        outcome: seconds of a step; with rounds, on average.
+        sent_nbytes: bytes that a rank sends in a step, as its handle counts them. If ranks send different numbers, this
+            is their mean, and on two levels the number of the rank that sends most.
+        link_nbytes: bytes that a machine's link carries in each direction.
+        residual_nbytes: memory on a rank for feedback, and for the copy that updates are differences to.
     """
 
     option: Option
@@ -105,7 +107,10 @@ class Predicted:
 
 
 def averaged_by_rank(profile: Profile, option: Option, cluster: Cluster) -> tuple[Profile, int]:
-    """What one rank averages with an option, and among how many that have the same: all, or on two levels its share."""
+    """Return the profile of what one rank averages, and among how many ranks.
+
+    This is the whole model among all ranks, or on two levels the rank's shards among one rank per machine.
+    """
     if not (option.levels and cluster.per_node > 1):
         return profile, cluster.ranks
     chosen = compression("none" if option.spec is None else option.spec)
@@ -113,16 +118,16 @@ def averaged_by_rank(profile: Profile, option: Option, cluster: Cluster) -> tupl
 
 
 def way_of(profile: Profile, spec: str, ranks: int) -> type[Exchange]:
-    """The collective that training would choose for all layers with a spec."""
+    """Return the collective that training would choose for all layers with a spec."""
     chosen = compression(spec)
     return LayerCollectives([(chosen, shape) for _, shape in profile.layers], ranks).of(chosen)
 
 
 def predict(profile: Profile, option: Option, network: Network) -> Predicted:
-    """Simulate a step.
+    """Simulate a step of an option.
 
     Raises:
-        KeyError: the codec was not measured by the collective that it would travel by.
+        KeyError: the codec was not measured with the collective that it would use.
     """
     machine = network.machine(profile.threads)
     if option.every:
@@ -165,15 +170,15 @@ class _Plan:
 
     @property
     def collective(self) -> str:
-        """By which layers travel."""
+        """The name of the collective that layers are sent by."""
         return self._kind.name
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
     def with_rounds(self, machine: Machine) -> Predicted:
-        """Nothing of a round overlaps with compute: it begins when the optimizer has stepped, with all that is sent."""
+        """Predict a step with rounds. No part of a round overlaps with compute: it begins after the optimizer step."""
         profile, every = self._profile, self._option.every
-        # What the optimizer changed is a difference to a copy, and the mean is added to that copy.
+        # The update is the difference to a copy of the parameters, and the mean is added to that copy: two passes.
         differences = sum(2 * bucket.copy_s for bucket in profile.buckets)
         step = Step(0.0, self.arrivals([0.0 for _ in profile.buckets]), transaction=self.stateful)
         took = simulate(step, machine)
@@ -191,7 +196,7 @@ class _Plan:
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def arrivals(self, times: Sequence[float]) -> tuple[Arrival, ...]:
-        """What becomes of each bucket, complete at these times."""
+        """Return the arrivals of the buckets, which are complete at these times, with the messages that they cause."""
         if self._size == 1 and not self._levels:
             return ()
         found: list[Arrival] = []
@@ -222,7 +227,7 @@ class _Plan:
         return Message(0.0, (self._transfer("all_gather", nbytes),), (0.0,), exclusive=True)
 
     def _dense(self, nbytes: int, begin_s: float = 0.0) -> Message:
-        """An all-reduce of what is not compressed."""
+        """Return an uncompressed all-reduce."""
         sent = all_reduce_nbytes(nbytes, self._size)
         return Message(begin_s, (self._transfer("all_reduce", sent),), (0.0,))
 
@@ -256,27 +261,27 @@ class _Plan:
         return line.at(self._size)
 
     def _transfer(self, name: str, nbytes: float, *, in_pairs: bool = False) -> Transfer:
-        """One collective, by its name and the bytes that a rank sends, maybe by messages from rank to rank."""
+        """Return one collective, and count the bytes that a rank sends. ``in_pairs``: by messages from rank to rank."""
         self.sent_nbytes += nbytes
         cluster = self._network.cluster
         hops = (2 if name == "all_reduce" else 1) * (self._size - 1)
         latency_s = hops * self._network.host.hop_s + self._crossings(name, hops) * self._network.link.delay_s
         if self._levels:
-            nbytes *= cluster.per_node  # each rank of a machine sends its part
-        elif name == "all_to_all" and cluster.per_node > 1:  # in a ring one rank of a machine sends, here all do
+            nbytes *= cluster.per_node  # each rank of a machine sends its part over the shared link
+        elif name == "all_to_all" and cluster.per_node > 1:  # unlike in a ring, all ranks of a machine use its link
             nbytes *= cluster.per_node * (cluster.ranks - cluster.per_node) / (cluster.ranks - 1)
         elif cluster.nodes == 1:
             nbytes = 0.0
         return Transfer(nbytes, latency_s, "pairs" if in_pairs else "group")
 
     def _crossings(self, name: str, hops: int) -> int:
-        """How many of so many hops, one after the other, go to another machine."""
+        """Return how many of these successive hops go to another machine."""
         cluster = self._network.cluster
         if cluster.nodes == 1:
             return 0
         if self._levels or cluster.per_node == 1:
             return hops
-        if name == "all_to_all":  # to the ranks one place on, two places on, and so forth, who are mostly elsewhere
+        if name == "all_to_all":  # to the ranks 1, 2, … places ahead, which are mostly on other machines
             return hops - cluster.per_node + 2
         return -(-hops // cluster.per_node)  # around a ring, the last rank of a machine sends to the next machine
 

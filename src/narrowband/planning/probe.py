@@ -1,12 +1,12 @@
-"""Whether every rank reaches every other, and how fast: what stops a first run between machines, found before it.
+"""Test whether every rank reaches every other, and how fast, to find network problems before the first run.
 
-Each rank says who it is: host, versions, and the address that gloo listens on, which is read off the kernel's list of
-this process's sockets. Then each knocks at a port of each other, as gloo will, with a time-out of its own. Pairs that
-answer each other make a group of two, one pair after the other, in which round trips and rates are measured as
-``narrowband plan --measure`` measures them. A pair that fails there is left out, and the others go on: a group of all
-ranks would fail as a whole, and say of nobody why.
+Each rank reports its host, versions, and the address that gloo listens on, which is read from the kernel's list of this
+process's sockets. Then each rank knocks: it connects to a port of each other rank, as gloo will, with a time-out of its
+own. Pairs that answer each other make a group of two, one pair after the other, in which round trips and rates are
+measured as ``narrowband plan --measure`` does. If a pair fails there, the other pairs go on. A group of all ranks would
+fail as a whole, without saying which pair failed and why.
 
-Every duration is taken on one rank's clock, from a message to its answer, so clocks of machines need not agree.
+Every duration is measured on one rank's clock, from a message to its answer, so clocks of machines need not agree.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from narrowband.transport.sockets import interfaces
 
 __all__ = ["ANSWERED", "NO_WAY", "REFUSED", "SILENT", "STRANGER", "Knock", "Peers", "Seat", "Way", "probe"]
 
-#: What became of a knock.
+#: The outcomes of a knock.
 ANSWERED, SILENT, REFUSED, NO_WAY, STRANGER = "answered", "silent", "refused", "no way", "stranger"
 
-#: Up to so many ranks all pairs are measured, beyond it those of hosts.
+#: Up to this many ranks, all pairs are measured; with more, only pairs of the first ranks of machines.
 _ALL_RANKS = 8
-#: Knocks at a time.
+#: Number of knocks at the same time.
 _THREADS = 32
-#: A pair that is measured has an end after so many time-outs: only a process that is gone lets others wait so long.
+#: Wait at most this many time-outs for the result of a pair. Only a process that has died makes others wait so long.
 _PATIENCE = 30
 _TOKEN_NBYTES = 16
 _LISTENING = "0A"  # in /proc/net/tcp
@@ -53,21 +53,21 @@ _LISTENING = "0A"  # in /proc/net/tcp
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank, and where it sits.
+    """A rank and its machine.
 
     Attributes:
         rank: its number.
         host: the name of its machine.
-        boot: what tells machines of one name apart; empty where the system has no such thing.
+        boot: the boot ID, which distinguishes machines of the same name; empty if the system has none.
         versions: of Python, torch and narrowband.
-        asked: ``GLOO_SOCKET_IFNAME``, empty where it is not set.
-        address: that gloo tells the others; empty where gloo found none.
-        card: the interface with that address, and its MTU in bytes; empty and 0 where that is not known.
-        mtu: of the card.
+        asked: ``GLOO_SOCKET_IFNAME``, empty if it is not set.
+        address: the address that gloo tells the other ranks; empty if gloo found none.
+        card: the interface with that address; empty if it is not known.
+        mtu: of that interface, in bytes; 0 if it is not known.
         cards: all interfaces, as ``"eth0 (10.0.0.1)"``.
-        master: what ``MASTER_ADDR`` is on this machine, as addresses.
-        port: where it is knocked at, picked by the system as gloo's ports are; 0 where nothing listens.
-        error: why gloo cannot begin, if it cannot.
+        master: the addresses that ``MASTER_ADDR`` resolves to on this machine.
+        port: the port for knocks, picked by the system as gloo's ports are; 0 if nothing listens.
+        error: why gloo cannot start, if it cannot.
     """
 
     rank: int
@@ -85,18 +85,18 @@ class Seat:
 
     @property
     def machine(self) -> tuple[str, str]:
-        """The same for all ranks of a machine."""
+        """A key of the machine, equal for all its ranks."""
         return self.host, self.boot
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only its own machine can reach it."""
+        """Whether only its own machine can reach this address."""
         return self.address != "" and ip_address(self.address).is_loopback
 
 
 @dataclass(frozen=True)
 class Knock:
-    """A rank knocked at another one's port.
+    """One rank's attempt to connect to another one's port.
 
     Attributes:
         source, target: ranks.
@@ -111,13 +111,13 @@ class Knock:
 
 @dataclass(frozen=True)
 class Way:
-    """From one rank to another, measured over gloo.
+    """The connection from one rank to another, measured over gloo.
 
     Attributes:
         source, target: ranks.
-        trip_s: seconds of a round trip of a few bytes, on average, software included; None where none came back.
-        rate: bits per second of payload; None where long messages did not arrive.
-        error: what gloo said, where something failed.
+        trip_s: mean seconds of a round trip of a few bytes, software included; None if no answer came.
+        rate: bits per second of payload; None if long messages did not arrive.
+        error: gloo's error, if something failed.
     """
 
     source: int
@@ -129,13 +129,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Peers:
-    """All that was found out.
+    """The results of a probe.
 
     Attributes:
         seats: by rank.
         knocks: of every rank at every other.
         ways: of the pairs that were measured.
-        limit_s: seconds after which what had not answered counted as unreachable.
+        limit_s: seconds after which a rank without an answer counted as unreachable.
     """
 
     seats: list[Seat]
@@ -145,7 +145,7 @@ class Peers:
 
     @property
     def machines(self) -> dict[tuple[str, str], list[int]]:
-        """Which ranks each of them has."""
+        """The ranks of each machine."""
         found: dict[tuple[str, str], list[int]] = {}
         for seat in self.seats:
             found.setdefault(seat.machine, []).append(seat.rank)
@@ -153,16 +153,16 @@ class Peers:
 
 
 def probe(meeting: Meeting, limit_s: float = 10.0, on_event: Callable[[str], None] = lambda _: None) -> Peers:
-    """Find it out. Call it on all ranks; all get the same.
+    """Test the connections between all ranks. Call it on all ranks; all get the same result.
 
     Args:
-        meeting: where the ranks meet.
-        limit_s: seconds after which what has not answered counts as unreachable. A long message has 64 KiB, so at 10
-            seconds links of less than 53 kbit/s count as ones where long messages do not arrive.
-        on_event: called with what is done next.
+        meeting: of the ranks.
+        limit_s: seconds after which a rank without an answer counts as unreachable. A long message has 64 KiB, so with
+            10 seconds, links of less than 53 kbit/s count as links on which long messages do not arrive.
+        on_event: called with a description of each step before it begins.
 
     Raises:
-        MeetingError: some rank has not come, or has gone.
+        MeetingError: some rank has not come, or has left.
         UnsupportedError: this PyTorch has no gloo.
 
     Example:
@@ -205,7 +205,7 @@ def probe(meeting: Meeting, limit_s: float = 10.0, on_event: Callable[[str], Non
 
 
 def _to_measure(seats: Sequence[Seat]) -> list[tuple[int, int]]:
-    """Ordered pairs of ranks: all where they are few, or else of the first rank of each machine."""
+    """Return the ordered pairs to measure: of all ranks if they are few, or else of the first rank of each machine."""
     if len(seats) <= _ALL_RANKS:
         return list(itertools.permutations(range(len(seats)), 2))
     firsts = list({seat.machine: seat.rank for seat in reversed(seats)}.values())[::-1]
@@ -256,7 +256,7 @@ def _looked_up(name: str) -> list[str]:
 
 
 def _gloo_address() -> tuple[str, str]:
-    """Where gloo listens, or why it cannot."""
+    """Return the address that gloo listens on and an empty string, or an empty string and why it cannot listen."""
     before = _listening()
     try:
         group = dist.ProcessGroupGloo(HashStore(), 0, 1, seconds(1.0))
@@ -268,10 +268,10 @@ def _gloo_address() -> tuple[str, str]:
 
 
 def _listening() -> list[tuple[str, int]]:
-    """Addresses and ports at which this process listens."""
+    """Return the addresses and ports at which this process listens."""
     own = set()
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the folder's own is closed by now
+        with contextlib.suppress(OSError):  # the descriptor of this listing itself is closed by now
             own.add(os.readlink(f"/proc/self/fd/{number}"))
     found = []
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -285,7 +285,7 @@ def _listening() -> list[tuple[str, int]]:
 
 
 def _readable(written: str, family: socket.AddressFamily) -> str:
-    """The kernel writes addresses in words of four bytes, each in this machine's order."""
+    """Format an address from /proc/net, written as hexadecimal words of four bytes in this machine's byte order."""
     raw = bytes.fromhex(written)
     words = [raw[at : at + 4] for at in range(0, len(raw), 4)]
     return socket.inet_ntop(family, b"".join(word[::-1] if sys.byteorder == "little" else word for word in words))
@@ -296,7 +296,11 @@ def _readable(written: str, family: socket.AddressFamily) -> str:
 
 @contextlib.contextmanager
 def _door() -> Iterator[tuple[tuple[str, int, str], str]]:
-    """Listen where gloo does, at a port that the system picks, and answer with a token: ``(address, port, error)``."""
+    """Listen at gloo's address, at a port that the system picks, and answer each visitor with a token.
+
+    Yields:
+        ``(address, port, error)`` and the token.
+    """
     address, error = _gloo_address()
     token = secrets.token_hex(_TOKEN_NBYTES)
     if error:
@@ -306,7 +310,7 @@ def _door() -> Iterator[tuple[tuple[str, int, str], str]]:
     with socket.create_server((address, 0), family=family, backlog=128) as server:
 
         def answer() -> None:
-            with contextlib.suppress(OSError):  # closed
+            with contextlib.suppress(OSError):  # the server is closed
                 while True:
                     visitor, _ = server.accept()
                     with visitor, contextlib.suppress(OSError):
@@ -322,7 +326,7 @@ def _door() -> Iterator[tuple[tuple[str, int, str], str]]:
 
 
 def _knock_at_all(mine: Seat, seats: Sequence[Seat], tokens: Sequence[str], limit_s: float) -> list[str]:
-    """What became of a knock at every rank, in the order of ranks; as said of itself, answered."""
+    """Knock at every other rank, and return the outcomes in the order of ranks; for this rank, ``answered``."""
 
     def knock(rank: int) -> str:
         if rank == mine.rank:
@@ -354,7 +358,7 @@ def _knock(address: str, port: int, token: str, limit_s: float) -> str:
 
 
 def _measure(meeting: Meeting, source: int, target: int, limit_s: float) -> Way:
-    """A way, in a group of its two ranks; what is returned means something where this rank is the source."""
+    """Measure a way in a group of its two ranks. The result is valid on the source only."""
     sends = meeting.rank == source
     trip_s = rate = None
     error = ""

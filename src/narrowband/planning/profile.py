@@ -1,4 +1,4 @@
-"""What was measured of a model, and of codecs with its gradients. Plain numbers: nothing here needs the model."""
+"""The measured times of a model and of codecs with its gradients, as plain numbers: nothing here needs the model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Bucket", "Codec", "Content", "Line", "Piece", "Profile", "Share", "T
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds among N ranks: ``fixed + each · N``."""
+    """A duration that is linear in the number of ranks N: ``fixed + each · N`` seconds."""
 
     fixed: float = 0.0
     each: float = 0.0
 
     def at(self, ranks: int) -> float:
-        """Among so many ranks."""
+        """Return the seconds among ``ranks`` ranks."""
         return self.fixed + self.each * ranks
 
     def __mul__(self, factor: float) -> Line:
@@ -29,7 +29,7 @@ class Line:
 
     @classmethod
     def through(cls, points: Sequence[tuple[int, float]]) -> Line:
-        """The line through what was measured among few and among many ranks; level where more of them took less.
+        """Return the line through the first and the last point; a constant, the minimum, if more ranks took less time.
 
         Example:
             >>> Line.through([(2, 0.5), (6, 1.5)]).at(10)
@@ -44,14 +44,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Piece:
-    """What the layers of a bucket take with a codec, by one collective.
+    """How long the work on a bucket's layers takes with one codec and one collective.
 
     Attributes:
-        encode: before they are part of a message.
-        begin: of that message, before its first transfer.
-        calls: the collectives, by name, one after the other.
-        work: after each.
-        deliver: decoding, and what feedback does at the end.
+        encode: encoding, before the layers are part of a message.
+        begin: the work on that message before its first transfer.
+        calls: the names of the collectives that are called, in order.
+        work: the work after each of these calls.
+        deliver: decoding, and the feedback's work at the end.
     """
 
     encode: Line = field(default_factory=Line)
@@ -62,7 +62,7 @@ class Piece:
 
     @classmethod
     def together(cls, pieces: Sequence[Piece]) -> Piece:
-        """What the layers of several buckets take that make one message."""
+        """Return the times of the layers of several buckets that make one message."""
         lines = {name: total(getattr(piece, name) for piece in pieces) for name in ("encode", "begin", "deliver")}
         work = itertools.zip_longest(*(piece.work for piece in pieces), fillvalue=Line())
         return cls(calls=max((piece.calls for piece in pieces), key=len), work=tuple(map(total, work)), **lines)
@@ -74,26 +74,26 @@ class Piece:
 
 
 class Share(NamedTuple):
-    """Which shards of the parameters: those of the rank at a place, of so many ranks that share them."""
+    """Identifies shards of the parameters: those of the rank at ``place`` among ``ranks`` ranks that share them."""
 
     place: int
     ranks: int
 
 
-#: All of the parameters.
+#: The share of a rank that has all parameters.
 WHOLE = Share(0, 1)
 
 
 @dataclass(frozen=True)
 class Codec:
-    """A spec, by one collective.
+    """The times of a spec with one collective.
 
     Attributes:
-        spec: its string.
-        collective: the name.
+        spec: the spec string.
+        collective: the name of the collective.
         pieces: one per bucket.
-        residual_nbytes: memory that its feedback takes on a rank.
-        share: of the profile whose gradients it was measured with.
+        residual_nbytes: memory that the feedback takes on a rank.
+        share: the share of the profile whose gradients were measured.
     """
 
     spec: str
@@ -108,7 +108,7 @@ class Trained(NamedTuple):
 
     Attributes:
         name: in the model.
-        shape: of all of it.
+        shape: of the parameter, or of the rank's shard where a profile is a share.
         norm: whether it belongs to a normalization layer.
     """
 
@@ -118,7 +118,7 @@ class Trained(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a rank averages of a bucket; see :class:`Bucket`."""
+    """The part of a bucket that a rank averages; see :class:`Bucket` for the fields."""
 
     layers: tuple[tuple[str, tuple[int, ...]], ...]
     numel: int
@@ -127,16 +127,16 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of DDP's.
+    """A bucket of DDP.
 
     Attributes:
-        ready_s: when it is complete, from the start of backward.
-        layers: name and shape of what is compressed.
-        numel: elements in all.
-        divide_s: what dividing it by the number of ranks takes, which is all that is done to it uncompressed.
-        copy_s: what copying it takes; on two levels it is copied a few times.
-        vectors: bytes of the small parameters that travel once this bucket is there, one entry per message; of the last
-            bucket the last entry is of those that can only go then, or zero.
+        ready_s: seconds from the start of backward until it is complete.
+        layers: name and shape of the parameters that are compressed.
+        numel: number of elements, compressed or not.
+        divide_s: seconds to divide it by the number of ranks, the only work on an uncompressed bucket.
+        copy_s: seconds to copy it. On two levels it is copied a few times.
+        vectors: bytes of the small parameters that are sent once this bucket is complete, one entry per message. In the
+            last bucket, the last entry is for those that can only be sent at the end, or zero.
         names: of all parameters that DDP puts into it.
     """
 
@@ -151,17 +151,18 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's step, and codecs with it.
+    """The times of a model's step, and of codecs with its gradients.
 
     Attributes:
-        forward_s, backward_s, optimizer_s: alone, with nothing sent.
+        forward_s, backward_s, optimizer_s: seconds, with nothing sent.
         buckets: in the order in which backward completes them.
-        trained: what they hold, in the model's order; ranks of a machine share it by that on two levels.
-        share: which part of the model's parameters that is.
-        buffers: what rounds average beside it.
+        trained: the parameters in the buckets, in the model's order, by which ranks of a machine share them on two
+            levels.
+        share: which shards of the model's parameters ``trained`` has.
+        buffers: the buffers that rounds average besides parameters.
         codecs: what was measured, by spec and collective.
-        threads: that arithmetic had.
-        spread: by how much the middle half of the measured steps differed; what to expect of noise.
+        threads: number of threads that arithmetic used.
+        spread: relative difference between the quartiles of the measured steps, an estimate of the noise.
     """
 
     forward_s: float
@@ -177,21 +178,21 @@ class Profile:
 
     @property
     def compute_s(self) -> float:
-        """A step without communication."""
+        """Seconds of a step without communication."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
     @property
     def numel(self) -> int:
-        """Elements of all that is averaged."""
+        """Number of elements that are averaged."""
         return sum(bucket.numel for bucket in self.buckets)
 
     @property
     def layers(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and shape of all that is compressed, in the order of backward."""
+        """Name and shape of all parameters that are compressed, in the order of backward."""
         return [layer for bucket in self.buckets for layer in bucket.layers]
 
     def on_slower(self, factor: float) -> Profile:
-        """What would have been measured on a processor that takes so many times as long for everything."""
+        """Return the profile of a processor that takes ``factor`` times as long for everything."""
         buckets = tuple(
             replace(
                 bucket,
@@ -212,10 +213,10 @@ class Profile:
         )
 
     def codec(self, spec: str, collective: str) -> Codec:
-        """What was measured of a spec with this share of the parameters.
+        """Return the times of a spec with this share of the parameters.
 
         Raises:
-            KeyError: it was not, by this collective.
+            KeyError: the spec was not measured with this collective and share.
         """
         for codec in self.codecs:
             if (codec.spec, codec.collective, codec.share) == (spec, collective, self.share):
@@ -224,5 +225,5 @@ class Profile:
 
 
 def total(lines: Iterable[Line]) -> Line:
-    """The sum."""
+    """Return the sum of lines."""
     return sum(lines, Line())

@@ -1,8 +1,8 @@
-"""What one rank of a machine averages on two levels: its shards of the parameters, by the rules of training.
+"""Compute what one rank of a machine averages on two levels: its shards of the parameters, by the rules of training.
 
-A shard is not simply a part of what its parameter would send. Factors of low rank do not shrink with its rows, and a
-shard with few elements is not compressed at all. Ranks of a machine have shards of different sizes, so the one that
-sends most stands for all of them.
+The bytes of a shard are not simply a part of the bytes of its parameter: low-rank factors do not shrink in proportion
+to its rows, and a shard with few elements is not compressed at all. The ranks of a machine have shards of different
+sizes, so the rank that sends most represents all of them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ MIN_NUMEL = 1024
 
 
 def sent_whole(chosen: Compression) -> bool:
-    """Whether gradients travel as they are, so that there is nothing to measure; feedback works also without a loss."""
+    """Return whether gradients are sent unchanged, so that there is nothing to measure.
+
+    That takes an exact codec without feedback: feedback takes time even if the codec loses nothing.
+    """
     return chosen.codec.exact and chosen.feedback is None
 
 
 def parameters_of(trained: Sequence[Trained], ranks: int = 1, place: int = 0) -> Parameters:
-    """Which parameters are layers and which are small, as training decides it.
+    """Decide which parameters are layers and which are small, as training does.
 
     Args:
         trained: all parameters, in the model's order.
-        ranks: of a machine that share them.
+        ranks: number of ranks of a machine that share them.
         place: which of these ranks.
     """
     shards = _shards(trained, ranks, place)
@@ -50,7 +53,7 @@ def parameters_of(trained: Sequence[Trained], ranks: int = 1, place: int = 0) ->
 
 
 def _shards(trained: Sequence[Trained], ranks: int, place: int) -> list[tuple[Trained, torch.Tensor]]:
-    """What the rank has a part of, and that part."""
+    """Return the parameters that the rank has a shard of, with that shard."""
     whole = [
         (each, torch.empty(each.shape, dtype=torch.float32, device="meta", requires_grad=True)) for each in trained
     ]
@@ -59,11 +62,11 @@ def _shards(trained: Sequence[Trained], ranks: int, place: int) -> list[tuple[Tr
 
 
 def contents(buckets: Sequence[Sequence[str]], parameters: Parameters) -> Iterator[Content]:
-    """Which layers are in each bucket, and after which the vectors of small parameters are complete.
+    """Yield, for each bucket, its layers and the vectors of small parameters that it completes.
 
     Args:
-        buckets: the names of what DDP puts into each.
-        parameters: which of them are layers. What is not among them is left out.
+        buckets: the names of the parameters that DDP puts into each bucket.
+        parameters: which of them are layers. Names that are not among these parameters are left out.
     """
     of, missing = parameters.by_name, dict(parameters.vectors)
     for at, names in enumerate(buckets):
@@ -84,7 +87,7 @@ def contents(buckets: Sequence[Sequence[str]], parameters: Parameters) -> Iterat
 
 
 def of_a_round(profile: Profile) -> Profile:
-    """What a round averages: all parameters at once, and buffers, as one bucket."""
+    """Return the profile of a round, which averages all parameters and buffers at once, as one bucket."""
     averaged = (*profile.trained, *profile.buffers)
     (content,) = contents([[each.name for each in averaged]], parameters_of(averaged))
     names = tuple(name for bucket in profile.buckets for name in bucket.names)
@@ -103,13 +106,13 @@ def of_a_round(profile: Profile) -> Profile:
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank averages, bucket by bucket."""
+    """The part of each bucket that a rank averages."""
 
     place: int
     contents: tuple[Content, ...]
 
     def sent_nbytes(self, chosen: Compression, nodes: int) -> int:
-        """What the rank sends in a step, but for the few bytes that a message has of its own."""
+        """Return the bytes that the rank sends in a step, without the few bytes that each message adds."""
         if sent_whole(chosen):
             return all_reduce_nbytes(4 * sum(each.numel for each in self.contents), nodes)
         shapes = [shape for each in self.contents for _, shape in each.layers]
@@ -126,13 +129,13 @@ def _shares(trained: tuple[Trained, ...], buckets: tuple[tuple[str, ...], ...], 
 
 
 def share_of(profile: Profile, chosen: Compression, nodes: int, per_node: int) -> Profile:
-    """The profile of what that rank of a machine averages that sends most.
+    """Return the profile of the rank of a machine that sends most, with its shards.
 
     Args:
         profile: of the model.
-        chosen: what its layers are compressed with.
-        nodes: machines.
-        per_node: ranks of each.
+        chosen: the compression of its layers.
+        nodes: number of machines.
+        per_node: ranks on each machine.
     """
     shares = _shares(profile.trained, tuple(bucket.names for bucket in profile.buckets), per_node)
     most = max(shares, key=lambda share: share.sent_nbytes(chosen, nodes))

@@ -1,20 +1,20 @@
-"""One training step as a sequence of events: when backward has a bucket, when it is encoded, sent, decoded.
+"""Simulate one training step by its events: backward completes a bucket, which is encoded, sent, and decoded.
 
-A formula that adds up compute, codec and wire says too much on every link, because most of the wire hides behind
-backward; and one that hides all it can says too little, because the processor that encodes is the one that computes,
-and the last bucket hides behind nothing. So the step is played through. All ranks do the same at the same time, so one
-of them stands for all, and 10,000 take no longer than two.
+A formula that adds up compute, codec and wire overestimates on every link, because most of the wire time overlaps with
+backward. A formula that overlaps as much as possible underestimates, because encoding and computing share a processor,
+and the last bucket overlaps with nothing. So the step is simulated. All ranks do the same at the same time, so one rank
+represents all, and 10,000 ranks take no longer to simulate than two.
 
-What there is:
+The parts of the simulation:
 
 * *compute*: forward, backward and optimizer, with the moments at which DDP's buckets are complete;
-* *the engine*: one thread with an inbox, as :class:`~narrowband.collectives.Engine` has it. It encodes, begins
-  collectives in one order on all ranks, and decodes what has arrived. While a payload is on the wire it goes on;
-* *the wire*: a process group has so many collectives under way at a time, others wait for their turn. Latencies
-  overlap. Bytes go in the order in which collectives began, since all that a rank sends to another goes through one
-  connection: a short message waits behind a long one;
+* *the engine*: one thread with an inbox, like :class:`~narrowband.collectives.Engine`. It encodes, starts collectives
+  in the same order on all ranks, and decodes what has arrived. It goes on while a payload is on the wire;
+* *the wire*: a process group runs a limited number of collectives at the same time, and the others wait. Latencies
+  overlap. Bytes are sent in the order in which collectives began, because a rank sends everything for another rank
+  through one connection: a short message waits behind a long one;
 * *the node's thread*, on two levels: it sums a bucket inside the node before the engine gets it;
-* *cores*: what computes, encodes, and copies bytes into sockets shares them. Each thread gets an equal share of the
+* *cores*: threads that compute, encode, and copy bytes into sockets share them. Each thread gets an equal share of the
   cores, but no more than it can use.
 
 Between two events every rate is constant, so nothing is sampled, and equal input gives equal output.
@@ -30,23 +30,23 @@ from typing import Literal
 
 __all__ = ["Arrival", "Inside", "Machine", "Message", "Outcome", "Step", "Transfer", "simulate"]
 
-#: Less than this is over: rounding must not make an event of its own.
+#: Work with fewer seconds left counts as done, so that rounding errors make no events.
 _OVER_S = 1e-12
 
-#: Of a byte, likewise.
+#: A transfer with fewer bytes left counts as done.
 _OVER_NBYTES = 1e-6
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank has to itself.
+    """The resources of one rank.
 
     Attributes:
-        rate: bytes per second that its link carries, as payload; infinite: a link that is never waited for.
-        cores: for compute, codecs and the network together. May be a fraction, where ranks share a core.
-        threads: that arithmetic uses, in compute and in codecs alike.
-        cpu_s_per_byte: seconds of one core that sending a byte takes (and receiving one, at the same time).
-        slots: collectives that a process group has under way at a time.
+        rate: bytes of payload per second that its link carries; infinite: the link takes no time.
+        cores: for compute, codecs and the network together. May be a fraction, if ranks share a core.
+        threads: number of threads that arithmetic uses, in compute and in codecs alike.
+        cpu_s_per_byte: seconds of one core to send a byte (and receive one, at the same time).
+        slots: collectives that a process group runs at the same time.
     """
 
     rate: float = math.inf
@@ -68,9 +68,9 @@ class Transfer:
     """One collective.
 
     Attributes:
-        nbytes: that cross this rank's link.
-        latency_s: what it takes however little it carries.
-        queue: ``group``, collectives; or ``pairs``, exchanges from rank to rank.
+        nbytes: bytes that cross this rank's link.
+        latency_s: seconds that it takes besides those of its bytes.
+        queue: ``group`` for collectives, or ``pairs`` for exchanges from rank to rank.
     """
 
     nbytes: float
@@ -80,14 +80,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Message:
-    """What travels together, in one collective or in several, one after the other.
+    """Payloads that are sent together, in one collective or in several successive ones.
 
     Attributes:
         begin_s: the engine's work before the first transfer.
         transfers: in order.
-        work_s: the engine's work after each of them.
-        deliver_s: decoding, at the end.
-        decides: whether the step cannot be decided before this message has arrived.
+        work_s: the engine's work after each transfer.
+        deliver_s: the engine's work at the end, decoding.
+        decides: whether ranks need this message to decide between commit and roll back.
         exclusive: whether all other messages wait until this one has arrived.
     """
 
@@ -105,11 +105,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Inside:
-    """What the ranks of a node do with a bucket before it goes to other nodes, and again at the end.
+    """The work of a node's ranks on a bucket, before it is sent to other nodes and at the end.
 
     Attributes:
-        reduce_s: until each has the node's mean of its shard.
-        gather_s: until each has the other's averages.
+        reduce_s: seconds until each rank has the node's mean of its shard.
+        gather_s: seconds until each rank has the averages of the others.
     """
 
     reduce_s: float
@@ -118,13 +118,13 @@ class Inside:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A bucket is complete.
+    """The event that a bucket is complete.
 
     Attributes:
-        at_s: how far compute is then, in seconds of compute alone from the start of the step.
-        encode_s: the engine's work to encode it.
-        messages: that go now, this bucket's and what was held back until now.
-        inside: on two levels, what happens to it first.
+        at_s: progress of compute at the event: seconds from the start of the step, as they are without communication.
+        encode_s: the engine's work to encode the bucket.
+        messages: the messages that are sent now, with this bucket and others that were held back until now.
+        inside: on two levels, the work inside the node that comes first.
     """
 
     at_s: float
@@ -135,13 +135,13 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has to do.
+    """The work of a step.
 
     Attributes:
-        until_s: forward and backward, alone.
+        until_s: seconds of forward and backward, without communication.
         arrivals: in the order of backward.
-        after_s: what follows when all averages are there: the optimizer.
-        transaction: whether averages are decoded only when the whole step is known to be good, as with feedback.
+        after_s: seconds of the optimizer, which runs when all averages are complete.
+        transaction: whether averages are decoded only after ranks have decided to commit the step, as with feedback.
     """
 
     until_s: float
@@ -157,14 +157,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How long it took; the parts add up to the step.
+    """The duration of a step in seconds. The parts add up to ``step_s``.
 
     Attributes:
         step_s: from start to end.
-        compute_s: forward, backward and optimizer, as they are alone.
-        codec_s: what encoding and decoding add: compute that waits for a core, and work that nothing hides.
-        wire_s: what waits for bytes, and for nothing else.
-        latency_s: what waits for messages however few bytes they have.
+        compute_s: forward, backward and optimizer, as without communication.
+        codec_s: what encoding and decoding add: compute that waits for a core, and codec work that overlaps with
+            nothing.
+        wire_s: time spent waiting for bytes only, and by which sending bytes slows compute down.
+        latency_s: time spent waiting for latencies only.
     """
 
     step_s: float
@@ -175,7 +176,7 @@ class Outcome:
 
 
 def simulate(step: Step, machine: Machine) -> Outcome:
-    """Play a step through.
+    """Simulate a step.
 
     Example:
         >>> from narrowband.planning import Arrival, Machine, Message, Step, Transfer, simulate
@@ -189,7 +190,7 @@ def simulate(step: Step, machine: Machine) -> Outcome:
 
 @dataclass(eq=False)
 class _Running:
-    """A message whose first transfer is due or under way."""
+    """A message with a transfer that is due or under way."""
 
     message: Message
     at: int = 0
@@ -211,7 +212,7 @@ class _OnWire:
 
 @dataclass(eq=False)
 class _Task:
-    """What a thread does next: so much work, and then an effect."""
+    """A task of a thread: an amount of work, and then an effect."""
 
     work_s: Callable[[], float]
     effect: Callable[[], None]
@@ -219,7 +220,7 @@ class _Task:
 
 @dataclass(eq=False)
 class _Thread:
-    """Does tasks one after the other."""
+    """A thread that does tasks one after the other."""
 
     tasks: deque[_Task] = field(default_factory=deque)
     current: _Task | None = None
@@ -229,7 +230,7 @@ class _Thread:
         self.tasks.append(_Task(work_s if callable(work_s) else lambda: work_s, effect))
 
     def take(self) -> bool:
-        """Take up the next task, if there is one; False where nothing was to be taken up."""
+        """Start the next task if the thread is idle and has one; return whether it did."""
         if self.current is not None or not self.tasks:
             return False
         self.current = self.tasks.popleft()
@@ -239,7 +240,7 @@ class _Thread:
 
 @dataclass(frozen=True)
 class _Rates:
-    """How fast everything goes until the next event: compute, engine and node relative to alone, transfers in bytes."""
+    """Rates until the next event: compute, engine and node relative to running alone, the wire in bytes per second."""
 
     compute: float
     engine: float
@@ -259,7 +260,7 @@ class _Play:
         self._open = self._undecided = 0
         self._closed = not step.arrivals
         self._decided = not step.transaction
-        self._arrived_s = 0.0  # work to deliver what came before the decision
+        self._arrived_s = 0.0  # work to decode the messages that arrived before the decision
         self._ended: float | None = 0.0 if not step.arrivals else None
         self._codec_s = self._wire_s = self._latency_s = 0.0
 
@@ -269,7 +270,7 @@ class _Play:
             if not (self._is_computed and self._ended is not None):
                 self._advance()
         gather_s = sum(arrival.inside.gather_s for arrival in self._step.arrivals if arrival.inside is not None)
-        if gather_s:  # begins when the averages between nodes are there, which backward may outlast
+        if gather_s:  # begins when the averages between nodes are complete, which may be before backward ends
             assert self._ended is not None
             late = max(0.0, self._ended + gather_s - self._now)
             self._now += late
@@ -284,7 +285,7 @@ class _Play:
         return self._computed >= self._step.until_s - _OVER_S
 
     def _start_what_can(self) -> None:
-        """Everything that takes no time."""
+        """Process everything that takes no time, until nothing changes."""
         moved = True
         while moved:
             moved = self._arrive()
@@ -314,7 +315,7 @@ class _Play:
         return moved
 
     def _feed(self, arrival: Arrival, last: bool) -> None:
-        """The engine gets a bucket: one task, whose pieces nothing comes between."""
+        """Give a bucket to the engine, as one task: no other task runs between its pieces."""
         pieces = [(arrival.encode_s, lambda: None)]
         pieces += [(m.begin_s, lambda m=m: self._begin(m)) for m in arrival.messages]  # type: ignore[misc]
         if last:
@@ -341,7 +342,7 @@ class _Play:
             self._engine.post(lambda: self._delivery(message), lambda: self._done(message))
 
     def _issue(self) -> None:
-        """In each queue a message's transfers begin when the message before has begun its last there."""
+        """Issue transfers in order: in each queue, those of a message after the last one of the message before."""
         taken: set[str] = set()
         for running in self._order:
             transfer = running.transfer
@@ -383,7 +384,7 @@ class _Play:
         self._issue()
 
     def _delivery(self, message: Message) -> float:
-        """What decoding takes right when a message arrives; otherwise it waits for the decision."""
+        """Return the seconds of decoding when a message arrives: none before the decision, which decoding waits for."""
         return message.deliver_s if self._decided else 0.0
 
     def _done(self, message: Message) -> None:
@@ -399,7 +400,7 @@ class _Play:
         if not self._decided:
             self._decided = True
             work_s, self._arrived_s = self._arrived_s, 0.0
-            # In the same task of the engine's: nothing comes between.
+            # Part of the engine's current task: no other task runs in between.
             self._engine.tasks.appendleft(_Task(lambda: work_s, self._end))
         else:
             self._end()
@@ -411,7 +412,7 @@ class _Play:
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Until the next event."""
+        """Advance time to the next event."""
         rates, sending = self._rates(), self._sending()
         ends = [x.latency_s for x in self._wire if x.latency_s > _OVER_S]
         if sending is not None:
@@ -437,7 +438,7 @@ class _Play:
             x.latency_s -= min(took, x.latency_s)
 
     def _sending(self) -> _OnWire | None:
-        """The transfer whose bytes are on the wire: the first that has any left, and whose latency is over."""
+        """Return the transfer whose bytes are on the wire: the first that has bytes left, and whose latency is over."""
         return next((x for x in self._wire if x.latency_s <= _OVER_S and x.nbytes > _OVER_NBYTES), None)
 
     def _rates(self) -> _Rates:
@@ -456,7 +457,7 @@ class _Play:
         return _Rates(arithmetic, arithmetic, min(1.0, level) / min(1.0, machine.cores), wire)
 
     def _blame(self, took: float, rates: _Rates, *, sending: bool) -> None:
-        """What it is that makes the step longer now."""
+        """Attribute the time of an interval to what makes the step longer in it."""
         busy = self._engine.current is not None
         if not self._is_computed:
             slower = took * (1.0 - rates.compute)
@@ -473,12 +474,13 @@ class _Play:
 
 
 def _level(threads: Sequence[tuple[int, float]], cores: float) -> float:
-    """The share of a core that each thread gets which could use more: all of them get as much, and those that need
-    less, what they need.
+    """Return the share of a core that each thread gets that could use more, by max-min fairness.
+
+    Threads that need less than this share get what they need; the others all get this share.
 
     Args:
-        threads: how many, and the share of a core that each of them can use.
-        cores: for all.
+        threads: groups of threads: how many, and the share of a core that each of them can use.
+        cores: number of cores for all threads.
     """
     if sum(count * need for count, need in threads) <= cores:
         return 1.0

@@ -1,7 +1,7 @@
-"""What is wrong among ranks, one sentence each: who, what was seen, and what to do.
+"""Describe the problems that a probe found, one sentence each: which ranks, what was observed, and what to do.
 
-A trouble keeps ranks from training together, or makes them train in different ways. What is only worth knowing is a
-note: a link that is slower one way than the other, ranks that share a machine.
+A trouble keeps ranks from training together, or makes them train differently. A note is merely worth knowing: a link
+that is slower in one direction, ranks that share a machine.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 __all__ = ["notes_of", "troubles_of"]
 
-#: A link that is so many times as fast one way as the other is named…
+#: A link is noted if it is this many times as fast in one direction as in the other…
 _ASYMMETRIC = 2.0
-#: … unless the slower way has so many bits per second: there it is a matter of processors, and of what else they do.
+#: … unless the slower direction has this many bits per second: then processors, and their other work, set the rate.
 _FAST = 1e9
 
 
 def troubles_of(peers: Peers) -> list[str]:
-    """What has to be put right."""
+    """Return the problems that have to be fixed."""
     return [*_versions(peers), *_addresses(peers), *_doors(peers), *_exchanges(peers)]
 
 
 def notes_of(peers: Peers) -> list[str]:
-    """What is worth knowing."""
+    """Return what is worth knowing."""
     return [*_shared(peers), *_names(peers), *_packets(peers), *_asymmetric(peers), *_slowest(peers), *_left_out(peers)]
 
 
@@ -48,7 +48,7 @@ def _versions(peers: Peers) -> Iterator[str]:
 
 
 def _compared(name: str, version: str) -> str:
-    """What has to be equal: Python 3.11 of 3.11.7, and PyTorch 2.13.0 for CPUs and for GPUs."""
+    """Return the part of a version that must be equal: 3.11 of Python 3.11.7, 2.13.0 of PyTorch 2.13.0+cpu."""
     return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
 
 
@@ -73,7 +73,7 @@ def _export(cards: Sequence[str]) -> str:
 
 
 def _doors(peers: Peers) -> Iterator[str]:
-    """Ports that did not open; for two machines one sentence each way, however many ranks they have."""
+    """Describe ports that did not open, with one sentence per pair of machines, direction and outcome."""
     closed: dict[tuple[tuple[str, str], tuple[str, str], str], list[Knock]] = {}
     several = len(peers.machines) > 1
     for knock in peers.knocks:
