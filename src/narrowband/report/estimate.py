@@ -1,12 +1,13 @@
-"""From steps measured here to steps on other links, and from those to a verdict.
+"""Estimate the step time on other links from steps measured here, and derive a verdict.
 
-The model is one sum, on purpose simple enough to check by hand::
+The model is one sum, deliberately simple enough to check by hand::
 
     step = compute + codec + 8 · sent_bytes / rate
 
-``compute`` is the same training step measured without any communication, ``codec`` the measured time in encode and
-decode, ``sent_bytes`` what one rank sends per step and ``rate`` the link's bits per second in each direction. Nothing
-is assumed to overlap and no latency is counted, so it is an estimate and is marked as one wherever it is shown.
+``compute`` is the time of the same training step without any communication, ``codec`` the measured time in encode and
+decode, ``sent_bytes`` the bytes that one rank sends per step and ``rate`` the link's bits per second in each direction.
+The model assumes that nothing overlaps, and ignores latency, so its results are marked as estimates wherever they are
+shown.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ __all__ = ["FORMULA", "LINKS", "Row", "estimated_step", "estimates", "verdict", 
 
 FORMULA = "step = compute + codec + 8 · sent_bytes / rate"
 
-#: The links that a verdict speaks about, in bits per second.
+#: The links that a verdict covers, in bits per second.
 LINKS = (100e6, 1e9, 10e9)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured with one codec.
+    """The measurements of one codec.
 
     Attributes:
         codec: its spec string.
-        baseline: whether it is one of those that compression has to beat (fp32, fp16).
+        baseline: whether it is a baseline that compression has to beat (fp32, fp16).
         sent_bytes: bytes one rank sends per step.
         codec_s: seconds per step in encode and decode.
         heldout_loss: nats per token at the end; inf if training diverged.
@@ -46,12 +47,12 @@ class Row:
 
 
 def estimated_step(row: Row, compute_s: float, rate: float) -> float:
-    """Seconds per step on a link of ``rate`` bits per second, by :data:`FORMULA`."""
+    """Estimate the seconds per step on a link of ``rate`` bits per second, by :data:`FORMULA`."""
     return compute_s + row.codec_s + 8.0 * row.sent_bytes / rate
 
 
 def estimates(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINKS) -> list[dict[str, str | float]]:
-    """One JSON-able entry per codec and link."""
+    """Return one JSON-able entry per codec and link."""
     return [
         {"codec": row.codec, "rate_bits_per_s": rate, "estimated_step_s": estimated_step(row, compute_s, rate)}
         for rate in links
@@ -60,12 +61,13 @@ def estimates(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LI
 
 
 def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINKS) -> str:
-    """Plain words: which codec, how many times less traffic, at what cost in loss, on which links it pays, and what of
-    that depends on this machine.
+    """Say in plain words which codec to use, how many times less it sends, and what it costs in loss.
+
+    Also say on which links it pays, and which of these statements depend on this machine.
 
     ``rows`` starts with the uncompressed run. A codec is eligible when its loss is within 2 % of the uncompressed one.
-    Among those the one that sends least is named first; on each link, the fastest by estimate is compared with the
-    fastest baseline.
+    The eligible codec that sends least is named first. On each link, the fastest eligible codec by estimate is compared
+    with the fastest baseline.
 
     Raises:
         ValueError: ``rows`` is empty or does not begin with a baseline.
@@ -125,13 +127,16 @@ def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINK
 
 
 def _eligible(rows: Sequence[Row]) -> list[Row]:
-    """The first, and those whose loss is within the tolerance of its: 16 bits that diverged have not to be beaten."""
+    """Return the first row and those whose loss is within the tolerance of its loss.
+
+    So a 16-bit baseline that diverged does not have to be beaten.
+    """
     first, *rest = rows
     return [first, *(row for row in rest if row.heldout_loss <= first.heldout_loss * (1 + LOSS_TOLERANCE))]
 
 
 def _change(row: Row, uncompressed: Row) -> str:
-    """How far a loss is from the uncompressed one, with enough digits to show whether it is above the tolerance."""
+    """Format the relative change of the loss, with enough digits to show whether it is above the tolerance."""
     change = row.heldout_loss / uncompressed.heldout_loss - 1
     return f"{change:+.2%}" if math.isfinite(change) else "diverged"
 
@@ -143,9 +148,9 @@ def _ended(row: Row, uncompressed: Row) -> str:
 
 
 def worth_it_below(rows: Sequence[Row], compute_s: float) -> float | None:
-    """The link, in bits per second, on which the answer flips: on slower ones compression saves 5 % of a step or more.
+    """Return the rate, in bits per second, below which compression saves 5 % of a step or more.
 
-    Infinite where it does on every link, None where it does on none. Codecs whose loss is too high do not count.
+    Infinite if it does on every link, None if it does on none. Codecs whose loss is too high do not count.
     """
     baselines, eligible = ([row for row in _eligible(rows) if row.baseline == kind] for kind in (True, False))
     found = []

@@ -1,4 +1,4 @@
-"""What a machine's GPU and its software are: the facts beside a measurement, and in ``narrowband doctor``."""
+"""Describe a machine's GPU and its software, for records of measurements and for ``narrowband doctor``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["GPU", "driver_version", "gpu", "loops_of", "nccl_version"]
 
-#: What the kernel module says of itself.
+#: The file in which the driver's kernel module reports its version.
 _MODULE = Path("/proc/driver/nvidia/version")
 
 _TIMEOUT_S = 10
@@ -23,13 +23,13 @@ class GPU:
 
     Attributes:
         name: of the card.
-        count: how many GPUs there are.
-        memory_bytes: of the first.
+        count: number of GPUs.
+        memory_bytes: of the first GPU.
         capability: its compute capability, such as ``9.0``.
-        driver: version of the driver; None where nobody tells.
+        driver: version of the driver; None if it cannot be found out.
         cuda: version of CUDA that PyTorch was built for.
-        triton: version of Triton; None where it is not installed.
-        nccl: version of NCCL; None where this build of PyTorch has none.
+        triton: version of Triton; None if it is not installed.
+        nccl: version of NCCL; None if this build of PyTorch has none.
     """
 
     name: str
@@ -43,7 +43,7 @@ class GPU:
 
 
 def gpu() -> GPU | None:
-    """The facts, or None where there is no GPU that PyTorch can use."""
+    """Describe the first GPU; None if there is no GPU that PyTorch can use."""
     import torch
 
     if not torch.cuda.is_available():
@@ -62,7 +62,7 @@ def gpu() -> GPU | None:
 
 
 def loops_of(package: str = "narrowband.kernels.cuda") -> tuple[list[str], list[str]]:
-    """Names of the loops that a backend has itself, and of those that it takes from plain torch.
+    """Return the names of the loops that a backend implements, and of those that it takes from plain torch.
 
     Example:
         >>> own, plain = loops_of("narrowband.kernels.cpu")
@@ -78,7 +78,7 @@ def loops_of(package: str = "narrowband.kernels.cuda") -> tuple[list[str], list[
 
 
 def nccl_version() -> str | None:
-    """Such as ``2.27.3``; None where this build of PyTorch has no NCCL."""
+    """Return the version of NCCL, such as ``2.27.3``; None without a GPU, or if this build of PyTorch has no NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -88,7 +88,7 @@ def nccl_version() -> str | None:
 
 
 def driver_version(told: str) -> str | None:
-    """The version in what nvidia-smi or the kernel module says; None where there is none in it.
+    """Find the driver's version in the output of nvidia-smi or of the kernel module; None if there is none.
 
     Example:
         >>> driver_version("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build")
@@ -113,7 +113,7 @@ def _driver() -> str | None:
 
 
 def _version_of_triton() -> str | None:
-    for name in ("triton", "pytorch-triton"):  # what builds of PyTorch bring has the second name
+    for name in ("triton", "pytorch-triton"):  # the second name is that of Triton in builds of PyTorch
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

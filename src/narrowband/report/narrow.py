@@ -1,4 +1,4 @@
-"""Tables in terminals that are too narrow for them: a paragraph for each row, since a number that is cut is wrong."""
+"""Print tables in terminals that are too narrow for them as a paragraph per row, because a cut number is wrong."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = ["FittingTable"]
 
-#: Names may be folded to so many characters.
+#: Columns of names may be folded to this many characters.
 _FOLDED = 12
 
-#: As wide as any table is.
+#: More characters than any table is wide.
 _WIDE = 10_000
 
 
 class FittingTable(Table):
     """A table whose columns of numbers are never cut.
 
-    Columns whose overflow is ``fold`` may be as narrow as a dozen characters. Where there is no room even then, each
-    row is written as a paragraph: its first cell, and below it what the columns are called, each with its value.
+    Columns whose overflow is ``fold`` may be as narrow as a dozen characters. If there is still too little room, each
+    row is printed as a paragraph: its first cell, and below it the other columns, each as name and value.
 
     Example:
         >>> from rich.console import Console
@@ -54,17 +54,17 @@ class FittingTable(Table):
             yield Text.from_markup(str(self.caption), style="dim italic")
 
     def _least(self, console: Console, options: ConsoleOptions) -> int:
-        """The width below which a number would be cut."""
+        """Return the width below which a number would be cut."""
         whole = self.__rich_measure__(console, options.update(max_width=_WIDE)).maximum
         return whole - sum(max(0, _width(column) - _FOLDED) for column in self.columns if column.overflow == "fold")
 
 
 def _line(cell: RenderableType) -> Text:
-    """What a cell says, in one line."""
+    """Join the lines of a cell into one."""
     return Text.from_markup(" ".join(str(cell).split("\n")))
 
 
 def _width(column: Column) -> int:
-    """Of its longest line."""
+    """Return the width of the column's longest line."""
     cells = (column.header, *column.cells)
     return max(cell_len(Text.from_markup(line).plain) for cell in cells for line in str(cell).split("\n"))

@@ -1,9 +1,9 @@
-"""A run as one HTML page: no network, no other files, light and dark.
+"""Show a run as one HTML page that needs no network and no other files, in light and dark.
 
-Charts are `Vega-Lite <https://vega.github.io/vega-lite/>`_ (through Altair), which makes the smallest self-contained
-page of the libraries that were weighed. One line chart takes 0.90 MB by Altair 5.5 (``save(…, inline=True)``), 1.27 MB
-by Bokeh 3.9 (``file_html(…, INLINE)``) and 4.82 MB by Plotly 7.1 (``to_html(include_plotlyjs=True)``). They have
-tooltips, and lines can be zoomed into.
+Charts are drawn by `Vega-Lite <https://vega.github.io/vega-lite/>`_ (through Altair), which makes the smallest
+self-contained page of the libraries that were compared. One line chart takes 0.90 MB with Altair 5.5
+(``save(…, inline=True)``), 1.27 MB with Bokeh 3.9 (``file_html(…, INLINE)``) and 4.82 MB with Plotly 7.1
+(``to_html(include_plotlyjs=True)``). Charts have tooltips, and lines can be zoomed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Curves", "can_make_pages", "record_page", "run_page"]
 
-#: What pages are made with: the first version that will do, and the last major one.
+#: The packages that pages are made with: the oldest supported version, and the newest supported major version.
 _PACKAGES = {"altair": ("5.5", "6"), "jinja2": ("3.1", "3"), "vl-convert-python": ("1.7", "1")}
 
-#: Records that a line has at most; where there are more, neighbours are put together, so that pages stay small.
+#: The most points of a line. If there are more records, neighbours are averaged, so that pages stay small.
 _POINTS = 1000
 
-#: Layers that are shown one by one: those that send the most.
+#: Number of layers that are shown one by one: those that send the most.
 _LAYERS = 60
 
-#: Height of one of them, in pixels.
+#: Height of the row of one layer, in pixels.
 _ROW = 16
 
-#: Values that differ by more than so many times are drawn by their logarithms.
+#: If the largest value is more than this many times the smallest, the axis is logarithmic.
 _WIDE = 1000
 
 _PLAIN = "uncompressed"
@@ -48,13 +48,13 @@ _PLAIN = "uncompressed"
 
 @dataclass(frozen=True)
 class _Chart:
-    """A chart with its words.
+    """A chart with its text.
 
     Attributes:
-        name: of its place on the page.
-        title: above it.
-        says: what it shows, below that.
-        spec: of Vega-Lite.
+        name: the identifier of its place on the page.
+        title: above the chart.
+        says: what the chart shows, below the title.
+        spec: the specification for Vega-Lite.
     """
 
     name: str
@@ -65,12 +65,12 @@ class _Chart:
 
 @dataclass(frozen=True)
 class Curves:
-    """What went on over the steps of several rows, for one chart.
+    """Values over the steps of several rows, for one chart.
 
     Attributes:
-        title: above it.
-        unit: of what is drawn.
-        lines: of each row, by its name: pairs of step and value.
+        title: above the chart.
+        unit: of the values.
+        lines: name of a row → pairs of step and value.
     """
 
     title: str
@@ -80,7 +80,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class _Table:
-    """Numbers, folded in unless it is open; the first column is words."""
+    """A table of numbers, collapsed unless it is open; its first column is text."""
 
     title: str
     columns: Sequence[str]
@@ -89,18 +89,18 @@ class _Table:
 
 
 def run_page(run: Run, name: str, beside: Run | None = None) -> str:
-    """A run as a page.
+    """Make a page of a run.
 
     Args:
-        run: what a recorder wrote.
-        name: what it is called.
-        beside: the same training without compression, if there is one.
+        run: read from a recorder's file.
+        name: of the run.
+        beside: the run of the same training without compression, if there is one.
 
     Returns:
         HTML, in one piece.
 
     Raises:
-        ValueError: what is beside it was compressed.
+        ValueError: the run ``beside`` was compressed.
         UnsupportedError: Altair is not installed.
     """
     if beside is not None and (spec := beside.start.get("spec")) not in (None, "", "none"):
@@ -131,18 +131,18 @@ def run_page(run: Run, name: str, beside: Run | None = None) -> str:
 
 
 def record_page(record: Mapping[str, Any], name: str, curves: Sequence[Curves] = ()) -> str:
-    """The rows of a benchmark's record as a page: a chart for every number, and a table.
+    """Make a page of the rows of a benchmark's record: a chart for every number, and a table.
 
     Args:
-        record: with ``rows``, and what :func:`~narrowband.report.record.provenance` says.
-        name: what it is called.
-        curves: charts that come first.
+        record: has ``rows``, and the fields of :func:`~narrowband.report.record.provenance`.
+        name: of the record.
+        curves: charts to show first.
 
     Returns:
         HTML, in one piece.
 
     Raises:
-        ValueError: it has no rows.
+        ValueError: the record has no rows.
         UnsupportedError: Altair is not installed.
     """
     rows = record.get("rows")
@@ -176,7 +176,7 @@ def record_page(record: Mapping[str, Any], name: str, curves: Sequence[Curves] =
 
 
 def can_make_pages() -> bool:
-    """Whether Altair and what it needs are installed, in versions that will do."""
+    """Return whether Altair and the packages that it needs are installed, in supported versions."""
     try:
         _check_packages()
     except UnsupportedError:
@@ -206,8 +206,8 @@ def _altair() -> Any:
 
 
 def _unchecked() -> AbstractContextManager[None]:
-    """Altair compares every piece of a chart with the schema of Vega-Lite, which takes many times as long as making it.
-    Tests compare the charts of a page instead.
+    """Turn off Altair's check of charts against the schema of Vega-Lite, which takes many times as long as making them.
+    Tests check the charts of a page instead.
     """
     from altair.utils.schemapi import debug_mode
 
@@ -247,12 +247,12 @@ def _page(
 
 @functools.cache
 def _drawing_program(version: str) -> str:
-    """Vega, Vega-Lite of this version and Vega-Embed, in one piece; it takes seconds to put together."""
+    """Bundle Vega, Vega-Lite of this version and Vega-Embed into one script, which takes seconds."""
     import vl_convert
 
     try:
         program: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
-    except (ValueError, RuntimeError) as error:  # each of the two will do, but not together
+    except (ValueError, RuntimeError) as error:  # both packages have supported versions, but do not fit together
         raise UnsupportedError(
             f"this Altair draws with Vega-Lite {version}, which this vl-convert does not have "
             f"({str(error).splitlines()[0]}): {pip_install('report')}"
@@ -264,7 +264,7 @@ def _drawing_program(version: str) -> str:
 
 
 def _verdict(run: Run, beside: Run | None) -> str:
-    """One plain sentence."""
+    """Summarize the run in one plain sentence."""
     sent, raw = run.mean("sent_bytes") or 0.0, run.mean("raw_bytes") or 0.0
     seconds, waiting = run.mean("seconds") or 0.0, run.mean("waiting_s")
     if not sent:
@@ -287,7 +287,7 @@ def _verdict(run: Run, beside: Run | None) -> str:
 
 
 def _judged(change: float) -> str:
-    """Whether steps that take so many times as long are worth it; as in the advice of ``narrowband plan``."""
+    """Judge a ratio of step times, with and without compression, by the threshold of ``narrowband plan``."""
     if change <= 1 - WORTH_IT:
         return f"so compression made steps {1 / change:.2f} times as fast"
     if change < 1 + WORTH_IT:
@@ -296,7 +296,7 @@ def _judged(change: float) -> str:
 
 
 def _divergences(run: Run, beside: Run | None) -> Iterator[str]:
-    """What has to be said before all else: bytes and seconds of what does not train are of no use."""
+    """Say which runs diverged. This comes first, because bytes and seconds of a diverged run mean nothing."""
     for who, each in (("This run", run), ("The run without compression", beside)):
         if each is not None and (step := _diverged_at(each)) is not None:
             yield f"{who} diverged: its loss is no longer finite since step {step:,}."
@@ -307,7 +307,7 @@ def _losses(run: Run) -> dict[int, float]:
 
 
 def _diverged_at(run: Run) -> int | None:
-    """The step since which no loss is finite; None where the last one is."""
+    """Return the step from which on no loss is finite; None if the last loss is finite."""
     found = None
     for step, loss in reversed(_losses(run).items()):
         if math.isfinite(loss):
@@ -317,7 +317,7 @@ def _diverged_at(run: Run) -> int | None:
 
 
 def _last_loss(run: Run, last: int) -> float | None:
-    """Of the last tenth of the steps up to one; None where it is no longer finite."""
+    """Return the mean loss over the last tenth of the records up to a step; None if the run diverged."""
     losses = [loss for step, loss in _losses(run).items() if step <= last]
     own = [loss for loss in losses[-max(1, len(losses) // 10) :] if math.isfinite(loss)]
     return math.fsum(own) / len(own) if own and _diverged_at(run) is None else None
@@ -343,7 +343,7 @@ def _cards(run: Run, beside: Run | None) -> Iterator[tuple[str, str]]:
 
 
 def _facts(start: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How it was made."""
+    """List how the result was made."""
     machine, versions = start.get("machine", {}), start.get("versions", {})
     for what, known in (("machine", machine), ("versions", versions)):
         if not isinstance(known, Mapping):
@@ -370,7 +370,7 @@ def _number(x: float | None) -> str:
 
 
 def _in_script(code: str) -> str:
-    """JSON or a program, as it may stand in a script element."""
+    """Escape JSON or a program for a script element."""
     return re.sub("</(script)", r"<\\/\1", code, flags=re.IGNORECASE).replace("<!--", "<\\!--")
 
 
@@ -381,7 +381,7 @@ def _last_layers(run: Run) -> list[tuple[str, LayerRecord]]:
     return sorted(last.items(), key=lambda item: -item[1].sent_bytes)
 
 
-#: What is had for what: two numbers of a row, of which less is better. One chart for each pair.
+#: Trade-offs: pairs of numbers of a row, of which less is better. Each pair makes one chart.
 _PLANES = (("ratio_to_plain", "kept_bytes"), ("ratio_to_plain", "peak_bytes"), ("step_s", "sent_bytes_per_step"))
 _PLANE = "Less of both is better: what is nearer to the lower left corner."
 
@@ -390,7 +390,7 @@ _PLANE = "Less of both is better: what is nearer to the lower left corner."
 
 
 def _points(run: Run, names: Mapping[str, str], **more: str) -> list[dict[str, Any]]:
-    """Rows of step, what (by the names given) and value, as means over neighbours where there are many."""
+    """Return rows of step, what (by the names given) and value; if there are many, means over neighbours."""
     at = [step for step, values in run.steps.items() if any(name in values for name in names)]
     size = math.ceil(len(at) / _POINTS) or 1
     rows = []
@@ -404,7 +404,7 @@ def _points(run: Run, names: Mapping[str, str], **more: str) -> list[dict[str, A
 
 
 def _dots(alt: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], x: str, y: str) -> dict[str, Any]:
-    """A dot with its name for each row that has both numbers."""
+    """Draw a dot with its name for each row that has both numbers."""
     values = [
         {"row": own, x: row[x], y: row[y]}
         for own, row in zip(labels, rows, strict=True)
@@ -421,7 +421,7 @@ def _dots(alt: Any, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], x:
 
 
 def _bars(alt: Any, labels: Sequence[str], values: Sequence[Any], unit: str) -> dict[str, Any]:
-    """One bar for each row."""
+    """Draw one bar for each row."""
     rows = [{"row": own, "value": x} for own, x in zip(labels, values, strict=True) if _is_number(x)]
     chart = (
         alt.Chart(alt.NamedData(name="rows"))
@@ -437,7 +437,7 @@ def _bars(alt: Any, labels: Sequence[str], values: Sequence[Any], unit: str) -> 
 
 
 def _written(alt: Any, chart: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """As JSON, with its data, which Altair would look through value by value; a chart is as wide as the page."""
+    """Convert a chart as wide as the page to JSON, and add its data, which Altair would check value by value."""
     fitting = chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
     return {**fitting.to_dict(validate=False), "datasets": {"rows": [{**row} for row in rows]}}
 
@@ -447,7 +447,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _differ(values: Sequence[Any]) -> bool:
-    """Whether there is something to compare."""
+    """Return whether at least two numbers differ, so that there is something to compare."""
     own = [x for x in values if _is_number(x)]
     return len(own) > 1 and len(set(own)) > 1
 
@@ -457,7 +457,7 @@ def _differ_at(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
 
 
 def _words(name: str) -> str:
-    """A field's name, with its unit written out."""
+    """Format a field's name, with its unit written out."""
     if name.endswith("_per_s"):
         return name.removesuffix("s").replace("_", " ") + "second"
     stem, _, unit = name.rpartition("_")
@@ -472,7 +472,7 @@ def _cell(x: Any) -> str:
 def _lines(
     alt: Any, rows: Sequence[Mapping[str, Any]], unit: str, *, over: str = "step", log: bool = False
 ) -> dict[str, Any]:
-    """One line for each "what"."""
+    """Draw one line for each "what"."""
     scale = alt.Scale(type="log") if log else alt.Scale(zero=False)
     chart = (
         alt.Chart(alt.NamedData(name="rows"))
@@ -499,7 +499,7 @@ def _line_rows(curves: Curves) -> list[dict[str, Any]]:
 
 
 def _is_wide(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one line, of what diverged, would press all others flat."""
+    """Return whether values span so wide a range that one line, of a diverged run, would flatten all others."""
     values: list[float] = [row["value"] for row in rows]
     return min(values) > 0 and max(values) > _WIDE * min(values)
 
@@ -520,7 +520,7 @@ def _loss(alt: Any, run: Run, beside: Run | None) -> Iterator[_Chart]:
 
 
 def _clock(run: Run) -> dict[int, float]:
-    """Step → seconds since the first record."""
+    """Return step → seconds since the first record."""
     found, seconds, before = {}, 0.0, None
     for step, values in run.steps.items():
         seconds += values.get("seconds", 0.0) * (step - (step if before is None else before))
@@ -593,7 +593,7 @@ def _most(run: Run) -> str:
 
 
 def _over_time(run: Run, of: Callable[[LayerRecord], Any]) -> list[dict[str, Any]]:
-    """Rows of layer, step and value, at no more than 60 steps."""
+    """Return rows of layer, step and value, at no more than 60 steps."""
     shown = {name for name, _ in _last_layers(run)[:_LAYERS]}
     steps = sorted(run.layers)
     steps = steps[:: math.ceil(len(steps) / 60) or 1]

@@ -1,4 +1,4 @@
-"""Pictures, by matplotlib (the ``plots`` extra), drawn without a display."""
+"""Draw pictures with matplotlib (the ``plots`` extra), without a display."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["can_plot", "check_picture", "loss_curves", "plan_profile", "range_pi
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_picture(path: Path | None) -> None:
-    """See whether a picture can be drawn, before minutes of work are lost because it cannot.
+    """Check that a picture can be drawn, before minutes of work are lost because it cannot.
 
     Args:
-        path: of it; None is passed over.
+        path: of the picture; None is accepted.
 
     Raises:
-        ValueError: its name does not end as one of matplotlib's formats does.
-        UnsupportedError: matplotlib is not installed, or not in a version that will do.
+        ValueError: the extension is not one of matplotlib's formats.
+        UnsupportedError: matplotlib is not installed, or not in a supported version.
 
     Example:
         >>> check_picture(None)
@@ -47,7 +47,7 @@ def check_picture(path: Path | None) -> None:
 
 
 def loss_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Held-out loss of each row of the demo over steps and over bytes sent per rank, as a PNG.
+    """Draw the held-out loss of each row of the demo over steps and over bytes sent per rank, as a PNG.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -74,7 +74,7 @@ def loss_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def plan_profile(plan: Plan, path: Path) -> None:
-    """How many times less each layer of a plan sends, over its size: bars in the model's order, as a PNG.
+    """Draw how many times less each layer of a plan sends, over its size: bars in the model's order, as a PNG.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -101,7 +101,7 @@ def plan_profile(plan: Plan, path: Path) -> None:
 
 
 def range_picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """What to send among how many machines on which links: a colour for each choice, as a PNG.
+    """Draw which option to choose by number of machines and link, with a colour for each option, as a PNG.
 
     Raises:
         UnsupportedError: matplotlib is not installed.

@@ -1,7 +1,7 @@
-"""Where a result comes from, and files that hold it.
+"""Record how a result was made, and write and read the JSON files that hold it.
 
-A result that nobody can repeat is an anecdote: every JSON file names the command, the commit, the machine, the versions
-and the seed beside its rows.
+So that results can be repeated, every JSON file names the command, the commit, the machine, the versions and the seed
+beside its rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DISTRIBUTIONS = ("numpy", "numba")
 
 
 def machine() -> dict[str, str | int | float | None]:
-    """The hardware and the kernel, without anything that names the host or its user."""
+    """Describe the hardware and the kernel, without anything that identifies the host or its user."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -54,9 +54,9 @@ def machine() -> dict[str, str | int | float | None]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the distributions that results depend on; those not installed are left out."""
-    # Not those of the distributions: ours has another name, and its own may be installed, of another project; PyTorch's
-    # does not always say which build it is.
+    """Return the versions of Python and of the packages that results depend on, as far as they are installed."""
+    # Read __version__, not the distribution's metadata: a distribution named narrowband would be another project's, and
+    # PyTorch's metadata does not always name the build.
     own = {name: str(import_module(name).__version__) for name in ("narrowband", "torch")}
     found = {"python": platform.python_version(), **own}
     for name in _DISTRIBUTIONS:
@@ -69,12 +69,12 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def sources() -> str:
-    """A hash of this package: where it is equal, the same code runs, also outside a checkout or in one with changes."""
+    """Return a hash of this package's code. It also identifies code outside a checkout, or in one with changes."""
     return sources_of(Path(__file__).resolve().parents[1])
 
 
 def sources_of(package: Path) -> str:
-    """The same of any folder.
+    """Return the same hash of any folder.
 
     Example:
         >>> len(sources_of(Path(nb.__file__).parent))
@@ -87,22 +87,24 @@ def sources_of(package: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-#: Of files that run, or are read by what runs.
+#: Extensions of files that run, or are read at run time.
 _SOURCES = (".py", ".json", ".html")
 
 
 def commit() -> str | None:
-    """The commit that this code was checked out from, with ``-dirty`` after it if changed; None outside a checkout."""
+    """Return the commit of this code, with ``-dirty`` appended if it was changed; None outside a checkout."""
     return commit_of(Path(__file__).resolve().parent)
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit that a folder was checked out from, with ``-dirty`` after it if anything in that checkout was changed
-    which is no result: what one run has written does not change the next one. None outside a checkout, and for a folder
-    that no commit holds: an installation in a virtual environment may lie in the checkout of another project.
+    """Return the commit that a folder was checked out from; None outside a checkout.
+
+    ``-dirty`` is appended if any tracked file of the checkout was changed, except results: what one run has written
+    does not change the next one. Also None for a folder that no commit contains, because an installation in a virtual
+    environment may lie in the checkout of another project.
     """
     try:
-        _git(folder, "ls-files", "--error-unmatch", ".")  # fails where none of it is in a commit
+        _git(folder, "ls-files", "--error-unmatch", ".")  # fails if nothing in the folder is tracked
         found = _git(folder, "rev-parse", "HEAD")
         results = [f":(top,exclude){name}" for name in _RESULTS]
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", *results)
@@ -111,7 +113,7 @@ def commit_of(folder: Path) -> str | None:
     return f"{found}-dirty" if changed else found
 
 
-#: Folders of a checkout that runs write to, and what is made of that.
+#: Folders of a checkout that hold results, and pages that are generated from them.
 _RESULTS = ("benchmarks/results", "reproduce/results", "docs/results")
 
 
@@ -120,16 +122,16 @@ def _git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-#: Variables of the environment that a measurement may depend on.
+#: Environment variables that a measurement may depend on.
 _DECIDES = ("LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NARROWBAND_LAB")
 
 
 def provenance(seed: int | None = None, command: list[str] | None = None) -> dict[str, Any]:
-    """The fields that stand beside the rows of every result file.
+    """Return the fields that every result file has beside its rows.
 
     Args:
-        seed: None where nothing is random.
-        command: this process's own when None.
+        seed: None if nothing is random.
+        command: None: this process's own.
     """
     if command is None:
         command = ["narrowband", *sys.argv[1:]]
@@ -146,35 +148,35 @@ def provenance(seed: int | None = None, command: list[str] | None = None) -> dic
 
 
 def environment() -> dict[str, str]:
-    """What of the environment decides how memory is handed out, how threads run, and what a rank's link in the lab is.
+    """Return the environment variables that affect memory allocation and threads, or state a rank's link in the lab.
 
-    As far as it is set.
+    Only variables that are set are returned.
     """
     found = {name: os.environ[name] for name in _DECIDES if os.environ.get(name)}
-    if "LD_PRELOAD" in found:  # names of libraries, not where they lie here
+    if "LD_PRELOAD" in found:  # keep the names of libraries, not their paths on this machine
         found["LD_PRELOAD"] = " ".join(Path(path).name for path in found["LD_PRELOAD"].replace(":", " ").split())
     return found
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write ``content`` to ``path``, whole or not at all, creating the directories above it."""
+    """Write ``content`` to ``path`` atomically, creating the directories above it."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(
     path: Path, keys: Iterable[str] = (), *, remedy: str = "delete it to have it made again"
 ) -> dict[str, Any]:
-    """What :func:`write_json` wrote, if it holds a JSON object with these keys.
+    """Read a file of :func:`write_json`, and check that it holds a JSON object with these keys.
 
     Args:
         path: of the file.
-        keys: that the object has to have.
-        remedy: what to do about a file that does not hold it; the default is for what is made again by itself.
+        keys: keys that the object must have.
+        remedy: what to do about an invalid file, for the message. The default suits files that are made on demand.
 
     Raises:
-        ValueError: the file is torn, is something else, or comes from a version that recorded other things; says what
-            to do.
-        OSError: it cannot be read.
+        ValueError: the file is truncated, is something else, or comes from a version that recorded other keys. The
+            message says what to do.
+        OSError: the file cannot be read.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""What a run did, written down as it goes: one JSON object per line, by one rank.
+"""Record a run while it trains: one rank writes one JSON object per line.
 
-A line is whole or, where the process died, the last one is torn; :func:`read_run` then leaves it out. So a run that is
-still going can be read, and one that was killed, too. A run that goes on from a checkpoint appends to its file: of
-steps that were taken twice the later ones count.
+Every line is complete, except that the last one may be cut off if the process died; :func:`read_run` then ignores it.
+So the file of a run can be read while the run is still going, and after it was killed. A run that resumes from a
+checkpoint appends to its file: if a step was taken twice, the later record counts.
 """
 
 from __future__ import annotations
@@ -32,43 +32,44 @@ __all__ = ["LayerRecord", "Recorder", "Run", "is_run", "read_run"]
 
 log = logging.getLogger(__name__)
 
-#: Of the file's format.
+#: Version of the file's format.
 _VERSION = 1
 
-#: Sums that are recorded per step, where a place has them: seconds and bytes.
+#: Totals that are recorded per step, if the handle's statistics have them: seconds and bytes.
 _SUMS = ("raw_bytes", "sent_bytes", "encode_s", "wire_s", "decode_s", "waiting_s", "exchange_s", "decide_s")
 
 
-#: Rounds by time come after more steps than anybody takes.
+#: An ``every`` of at least this many steps means that rounds are scheduled by time.
 _BY_TIME = 1 << 40
 
 
 class _Handle(Protocol):
-    """What is recorded: an Averager, or the handle of a model."""
+    """The object whose statistics are recorded: an Averager, or the handle of a model."""
 
     def stats(self) -> Any:
-        """Totals, and the last step."""
+        """Return the statistics: totals, and the last step."""
         ...
 
 
 class Recorder:
-    """Write down what compression does in each step, for ``narrowband report`` and for loggers.
+    """Record what compression does in each step, for ``narrowband report`` and for loggers.
 
-    Make one on all ranks, and call :meth:`step` on all after every optimizer step; one rank writes.
+    Create one on all ranks, and call :meth:`step` on all ranks after every optimizer step. One rank writes.
 
     Args:
         handle: of ``nb.compress_gradients``, ``nb.compress_updates``, ``nb.compress_shards``, or an ``nb.Averager``.
-        path: of the file, say ``run.jsonl``. An earlier part of the same run that is there is kept, and appended to:
-            where the handle does not say how many steps there were, behind its last one. An empty file, or one of a
-            process that died before its first record, has no earlier part. None: nothing but the writer.
-        every: steps from one record to the next, which then has means over these.
-        layers_every: steps from one record of all layers to the next; it reads all residuals once.
-        writer: of TensorBoard (``add_scalar``), or a run of Weights & Biases (``log``): gets the same numbers.
-        rank: which one writes; None: each, to a path of its own.
+        path: of the file, such as ``run.jsonl``. If the file has an earlier part of the same run, records are appended
+            to it; if the handle does not know the number of steps, they are numbered from the file's last one. An empty
+            file, or one of a process that died before its first record, has no earlier part. None: use only the writer.
+        every: steps from one record to the next. A record has means over these steps.
+        layers_every: steps from one record of all layers to the next. Such a record reads all residuals once.
+        writer: a TensorBoard writer (``add_scalar``) or a run of Weights & Biases (``log``), which gets the same
+            numbers.
+        rank: the rank that writes; None: every rank writes, each to a path of its own.
 
     Raises:
-        ValueError: a number below 1, or a file that holds something else.
-        TypeError: a writer that is neither.
+        ValueError: ``every`` or ``layers_every`` is below 1, or the file holds something else.
+        TypeError: the writer is neither of the two.
 
     Example:
         >>> with nb.Recorder(handle, "run.jsonl") as recorder:  # doctest: +SKIP
@@ -103,15 +104,15 @@ class Recorder:
         self._every, self._layers_every = every, layers_every
         self._writes = rank is None or not dist.is_initialized() or dist.get_rank() == rank
         self._path = None if path is None or not self._writes else Path(path)
-        self._last, self._most = 0, math.inf  # steps that an earlier part of the file has, and may have had
+        self._last, self._most = 0, math.inf  # steps in the earlier part of the file, and the most it may have had
         if self._path is not None and self._path.exists():
-            earlier = _earlier(self._path)  # it would be a pity to spoil another file
+            earlier = _earlier(self._path)  # raises if it is another kind of file, which must not be overwritten
             if earlier is not None and earlier.steps:
                 self._last = earlier.last
                 self._most = earlier.last + (0 if earlier.ended else every - 1)
         self._taken_before = _taken(handle) or 0
         self._file: Any = None
-        self._waiting = bytearray()  # lines for which there was no room on the disk
+        self._waiting = bytearray()  # lines that are not written yet, because the disk was full
         self._number: int | None = None
         self._before = self._sums()
         self._since = self._count = 0
@@ -124,13 +125,13 @@ class Recorder:
         step: int | None = None,
         **scalars: SupportsFloat | Tensor,
     ) -> None:
-        """An optimizer step was taken. Call on all ranks.
+        """Record an optimizer step that was taken. Call it on all ranks.
 
         Args:
-            loss: of it; a tensor is read, which waits for a GPU, only where a record is due.
-            step: its number; by default they are counted: from the handle's own on, or, where it has none or has
-                rounds by time, behind the last of the file.
-            scalars: what else is to be recorded: numbers.
+            loss: of the step. A tensor is read, which waits for a GPU, only if a record is due.
+            step: its number. By default steps are counted, starting from the handle's own number or, if it has none or
+                schedules rounds by time, from the last step in the file.
+            scalars: other numbers to record.
         """
         if self._number is None:
             self._number = self._earlier_steps()
@@ -141,8 +142,8 @@ class Recorder:
             return
         now, sums = time.perf_counter(), self._sums()
         if sums.get("raw_bytes", 0.0) < self._before.get("raw_bytes", 0.0):
-            self._before = {}  # a state was loaded, from which sums begin anew
-        # The first record has no time: nobody knows when its steps began.
+            self._before = {}  # a state was loaded, and sums restarted
+        # The first record has no time, because the start of its steps is unknown.
         values: dict[str, float] = {} if self._began is None else {"seconds": (now - self._began) / self._since}
         values |= {name: (total - self._before.get(name, 0.0)) / self._since for name, total in sums.items()}
         values["skipped"] = sums.get("skipped", 0.0) - self._before.get("skipped", 0.0)
@@ -158,10 +159,10 @@ class Recorder:
         self._before, self._since, self._began = sums, 0, time.perf_counter()
 
     def close(self) -> None:
-        """Write the end. The handle stays.
+        """Write the end of the run, and close the file. The handle is not affected.
 
         Raises:
-            OSError: there is no room on the disk for lines that waited for it, which are lost.
+            OSError: the disk is still full; the lines that waited for room are lost.
         """
         if self._file is not None:
             self._write({"kind": "end", "step": self._number or 0})
@@ -177,20 +178,20 @@ class Recorder:
     ) -> None:
         if error is None:
             self.close()
-        elif self._file is not None:  # whoever goes on has it opened again
+        elif self._file is not None:  # the next step would open the file again
             self._file.close()
             self._file = None
             self._waiting.clear()
 
     def _earlier_steps(self) -> int:
-        """How many steps were taken before the one that just was, by this process or earlier ones."""
+        """Return the number of steps before the latest one, in this process and earlier ones."""
         taken = _taken(self._handle)
         if taken is None:
             return self._last
         if not hasattr(self._handle, "every"):
             return max(0, taken - 1)
-        # A round of this step may be under way, and not be counted yet. A round that somebody called for, and those of
-        # fragments, are counted as if there had been more steps: than the file has, there were none.
+        # A round of this step may be under way and not counted yet. Rounds that were called for explicitly, and those
+        # of fragments, count as if there had been more steps. The file bounds the number: there were no more steps.
         return int(min(max(self._taken_before, taken - 1), self._most))
 
     def _sums(self) -> dict[str, float]:
@@ -223,14 +224,14 @@ class Recorder:
             torn = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
             self._file = self._path.open("ab", buffering=0)
             if torn and self._path.stat().st_size:
-                self._waiting += b"\n"  # of an earlier process that died
+                self._waiting += b"\n"  # ends the line that an earlier process was writing when it died
             self._waiting += _line(self._start())
             self._put(self._file)
         waited = bool(self._waiting)
         self._waiting += _line(_finite(record))
         try:
             self._put(self._file)
-        except OSError as error:  # training is worth more than its record
+        except OSError as error:  # a full disk must not end training
             if not waited:
                 log.warning(
                     "%s cannot be written (%s). Training goes on; what it lacks waits in memory until there is room",
@@ -239,10 +240,10 @@ class Recorder:
                 )
 
     def _put(self, file: Any) -> None:
-        """Write what waits, as far as there is room; the buffers of Python's own files lose lines then.
+        """Write the waiting lines as far as the disk has room. Python's buffered files would lose lines then.
 
         Raises:
-            OSError: there is too little.
+            OSError: there is too little room.
         """
         while self._waiting:
             del self._waiting[: file.write(self._waiting)]
@@ -260,7 +261,10 @@ class Recorder:
 
 
 def _taken(handle: _Handle) -> int | None:
-    """Optimizer steps, of a handle that counts rounds maybe more than there were; None: it does not say."""
+    """Return a handle's number of optimizer steps; None if it has none, or schedules rounds by time.
+
+    For a handle that counts rounds, the number may be too high.
+    """
     step, every = getattr(handle, "step", None), getattr(handle, "every", 1)
     return None if step is None or every >= _BY_TIME else int(step) * int(every) + int(getattr(handle, "steps", 0))
 
@@ -274,7 +278,7 @@ def _float(x: SupportsFloat | Tensor) -> float:
 
 
 def _finite(x: Any) -> Any:
-    """JSON has no inf and NaN; a loss that is one is said in words."""
+    """Replace inf and NaN, which JSON does not have, by strings."""
     if isinstance(x, Mapping):
         return {key: _finite(value) for key, value in x.items()}
     if isinstance(x, Sequence) and not isinstance(x, str):
@@ -287,7 +291,7 @@ def _finite(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What became of a layer, at one step: see :class:`~narrowband.averaging.LayerStats`."""
+    """The statistics of a layer at one step: see :class:`~narrowband.averaging.LayerStats`."""
 
     spec: str
     numel: int
@@ -299,15 +303,15 @@ class LayerRecord:
 
 @dataclass
 class Run:
-    """What a :class:`Recorder` wrote.
+    """The contents of a :class:`Recorder`'s file.
 
     Attributes:
-        start: of the latest process: spec, ranks, machine, versions, commit.
-        steps: step → values by name, means over the steps since the record before.
-        layers: step → name → what became of it.
-        ended: whether it was closed.
-        torn: whether the last line was cut off.
-        last: the number of the last step, which may be behind the last record.
+        start: the settings of the latest process: spec, ranks, machine, versions, commit.
+        steps: step → values by name, which are means over the steps since the previous record.
+        layers: step → layer → its statistics.
+        ended: whether the recorder was closed.
+        torn: whether the last line is cut off.
+        last: the number of the last step, which may be after the last record.
     """
 
     start: dict[str, Any]
@@ -318,7 +322,7 @@ class Run:
     last: int = 0
 
     def mean(self, name: str) -> float | None:
-        """Of a value over all records but the first, whose step has what happens once; None where it is nowhere."""
+        """Return the mean of a value over all records but the first, which has one-time costs; None if none has it."""
         found = [values[name] for values in self.steps.values() if name in values]
         own = [x for x in (found[1:] or found) if math.isfinite(x)]
         return math.fsum(own) / len(own) if own else None
@@ -328,8 +332,8 @@ def read_run(path: str | Path) -> Run:
     """Read a file that a :class:`Recorder` wrote, or is still writing.
 
     Raises:
-        ValueError: it holds no records, or something else.
-        OSError: it cannot be read.
+        ValueError: the file has no records, or holds something else.
+        OSError: the file cannot be read.
     """
     run = _earlier(Path(path))
     if run is None or not run.steps:
@@ -338,7 +342,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a file begins as those of a :class:`Recorder` do, whatever its name is.
+    """Return whether a file begins like those of a :class:`Recorder`, whatever its name.
 
     Raises:
         OSError: it cannot be read.
@@ -348,7 +352,7 @@ def is_run(path: Path) -> bool:
 
 
 def _earlier(path: Path) -> Run | None:
-    """What a file has so far; None where a recorder that died had not even written how the run starts.
+    """Read what a file has so far; None if a recorder died before it had written the start of the run.
 
     Raises:
         ValueError, OSError: as :func:`read_run`.
@@ -378,7 +382,7 @@ def _earlier(path: Path) -> Run | None:
                     f"{path} is no file of an nb.Recorder: its first line is no start of a run; {_MAKE}"
                 ) from error
             if last:
-                run.torn = True  # the process died as it wrote
+                run.torn = True  # the process died while writing this line
                 continue
             raise ValueError(
                 f"{path} is damaged: line {number} is no record ({_what(error)}); take that line out to read the rest"
@@ -386,10 +390,10 @@ def _earlier(path: Path) -> Run | None:
     return run
 
 
-#: The first line of every process.
+#: The beginning of the first line that every process writes.
 _BEGINS = '{"kind": "start"'
 
-#: What to do about a file that is no run.
+#: Advice in messages about a file that is no run.
 _MAKE = (
     'nb.Recorder(handle, "run.jsonl") in a training loop writes one, and of what a benchmark wrote with --json, '
     "narrowband report makes a page by itself"
@@ -397,18 +401,18 @@ _MAKE = (
 
 
 class _NoRunError(ValueError):
-    """A file begins with something else."""
+    """The file does not begin like a run."""
 
 
 class _NewerError(Exception):
-    """A version of the format that this one does not know."""
+    """The file has a newer version of the format than this code reads."""
 
 
 def _with_record(run: Run | None, record: dict[str, Any]) -> Run:
-    """A run with one more line of its file.
+    """Return a run with one more line of its file.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError, OverflowError: it is no such line.
+        ValueError, KeyError, TypeError, AttributeError, OverflowError: the record is no line of a run.
     """
     kind = record["kind"]
     if kind == "start":
@@ -449,9 +453,9 @@ def _what(error: Exception) -> str:
 
 
 def _take_back(records: dict[int, Any], step: int) -> None:
-    """Forget what was recorded of this step and later ones, before the run went on from a checkpoint.
+    """Remove the records of this step and later ones, from before the run resumed from a checkpoint.
 
-    So steps always ascend, and those to forget are the last.
+    Steps always ascend, so the records to remove are the last ones.
     """
     while records and next(reversed(records)) >= step:
         records.popitem()

@@ -1,4 +1,4 @@
-"""Tables for people, drawn by Rich from the same rows that go into JSON."""
+"""Draw tables with Rich, from the same rows that go into JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
     "zoo_table",
 ]
 
-#: What the columns "error" say; printed below tables that have one.
+#: Explains the column "error"; printed below tables that have one.
 RELATIVE_ERROR = (
     "error: relative error ‖p − C(p)‖² / ‖p‖² of the compressed gradient p in the last step that measured it: the "
     "share of p that does not arrive in that step. 0 loses nothing, 1 everything; with error feedback (+ef) what is "
@@ -57,7 +57,7 @@ RELATIVE_ERROR = (
 )
 
 
-#: What the columns of predicted steps say; printed below the table.
+#: Explains the columns of predicted steps; printed below the table.
 _ADVICE = (
     "sent: by a rank, per step. loss: of a small model with this optimizer, against no compression; "
     f"{NOTHING}: not measured."
@@ -69,7 +69,7 @@ _PARTS = (
 )
 
 
-#: What the cells of a table of ranges say; printed below it.
+#: Explains the cells of :func:`range_table`; printed below it.
 RANGE = (
     "What to send, and how many times as fast a step is as the best that does not compress. "
     f"{NOTHING}: do not compress. Without a number: what is faster and loses nothing to speak of, such as 16 bits."
@@ -77,7 +77,7 @@ RANGE = (
 
 
 def _table(title: str, *columns: str, names: int = 1) -> Table:
-    """The first columns hold ``names``, which are folded where there is no room, the others numbers."""
+    """Make a table whose first ``names`` columns hold text, folded if there is no room; the others hold numbers."""
     table = FittingTable(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for position, column in enumerate(columns):
         table.add_column(
@@ -166,7 +166,7 @@ def peers_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def adapt_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows of ``bench adapt``: two lines in a cell are those of the column's head."""
+    """The rows of ``bench adapt``. If a cell has two lines, they correspond to the two lines of the column's head."""
     table = _table(
         "Plans at the error of a reference for all layers; a decision as a share of an epoch",
         *("reference", "ranks", "uniform\nplan", "error", "× less", "tables\nsolve", "epoch"),
@@ -185,10 +185,10 @@ def adapt_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def plan_table(plan: Plan, norms: Mapping[str, float]) -> Table:
-    """What every layer of a plan is compressed with, and the relative error of that.
+    """The spec of every layer of a plan, and its relative error.
 
     Args:
-        plan: it.
+        plan: the plan.
         norms: layer → L2 norm of the gradient that the plan was made from.
     """
     table = _table(
@@ -215,19 +215,19 @@ def plan_table(plan: Plan, norms: Mapping[str, float]) -> Table:
     return table
 
 
-#: A table of advice has all its columns from this width on.
+#: A terminal of at least this width shows all columns of :func:`advice_table`.
 _WIDE = 120
 
 
 def advice_legend(width: int) -> str:
-    """What the columns of :func:`advice_table` mean in a terminal so wide."""
+    """Explain the columns of :func:`advice_table` in a terminal of this width."""
     if width >= _WIDE:
         return _PARTS + _ADVICE
     return f"{_ADVICE} What a step is made of: in {_WIDE} columns, or with --json."
 
 
 def advice_table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Table:
-    """The rows of ``plan``, the fastest first; in less than 120 columns without the parts of a step."""
+    """The rows of ``plan``, the fastest first. Below 120 columns, the parts of a step are left out."""
     parts = {"compute": "compute_s", "codec": "codec_s", "wire": "wire_s", "wait": "latency_s"}
     wide = width >= _WIDE
     shown = ("option", "step", *parts, "sent", "memory", "loss", "by") if wide else ("option", "step", "sent", "loss")
@@ -247,7 +247,7 @@ def advice_table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Tabl
 
 
 def foretold_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows of ``bench plan`` behind one link."""
+    """The rows of ``bench plan`` for one link."""
     columns = ("codec", "predicted", "measured", "error", "compute", "error at\nthat speed")
     table = _table(f"{rows[0]['nodes']} ranks, links of {rows[0]['rate']}", *columns)
     for row in rows:
@@ -308,7 +308,7 @@ def seats_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def ways_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The links between ranks that ``doctor --peers`` measured: a line for a pair, or for one way around a ring."""
+    """The links between ranks that ``doctor --peers`` measured: a line for a pair, or for one direction in a ring."""
     ways = {(row["source"], row["target"]): row for row in rows}
     table = _table("Links, one direction at a time, as payload", "ranks", "there", "back", "round trip")
     for (source, target), there in ways.items():
@@ -326,7 +326,7 @@ def _off(said: float, was: float | None) -> float | None:
 
 
 def range_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """The rows of ``plan`` for a range of machines: a line for each number of them, a column for each link."""
+    """The rows of ``plan`` for a range: a line for each number of machines, a column for each link."""
     rates = list(dict.fromkeys(row["rate_bits_per_s"] for row in rows))
     table = _table(title, "machines", *(format_rate(rate).replace(" ", "\n") for rate in rates))
     cells = {(row["nodes"], row["rate_bits_per_s"]): row for row in rows}
@@ -342,7 +342,7 @@ def _do(row: dict[str, Any]) -> str:
 
 
 def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """The rows of ``bench memory``; the time of the host where there is a GPU, too."""
+    """The rows of ``bench memory``; with a GPU, also the time of the host."""
     first, hosts = escape(f"× {rows[0]['name']}"), any(row.get("host_s") is not None for row in rows)
     names = "row", "kept", "× less", "peak", "× less", "step", *["of the host"] * hosts, first, "gradient error"
     table = _table(title, *names)
@@ -362,7 +362,7 @@ def memory_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def gpu_table(parts: Sequence[dict[str, Any]]) -> Table:
-    """The parts of ``bench gpu``: how long each took, and what became of it."""
+    """The parts of ``bench gpu``: the time and the result of each."""
     table = _table("Parts", "part", "time", "rows", "what became of it")
     for part in parts:
         said = part["error"] or "done"
@@ -373,7 +373,7 @@ def gpu_table(parts: Sequence[dict[str, Any]]) -> Table:
 
 
 def zoo_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows of ``bench memory --zoo``, those whose step is longest beside the plain one first."""
+    """The rows of ``bench memory --zoo``, sorted by the ratio of the step to the plain step, the highest first."""
     table = _table(
         "Few bits beside plain training",
         *("architecture", "family", "batch", "plain step", "× plain", "kept", "peak", "cosine"),
@@ -442,7 +442,7 @@ def budgets_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def takes_table(tensors: dict[str, int], activations: dict[str, int]) -> Table:
-    """What training holds, a column for each way to keep activations."""
+    """The memory that training takes, with a column for each way to keep activations."""
     table = _table("What training takes", "", *activations)
     for name, nbytes in tensors.items():
         if nbytes:
@@ -454,7 +454,7 @@ def takes_table(tensors: dict[str, int], activations: dict[str, int]) -> Table:
 
 
 def saved_table(what: str, surveys: dict[str, dict[str, SavedBytes]]) -> Table:
-    """What operators or modules keep, a column per policy; the first column of bytes is without compression."""
+    """The bytes that operators or modules keep, a column per policy; the first column is without compression."""
     first = next(iter(surveys.values()))
     table = _table(f"Kept for backward, by {what}", what, "plain", *surveys)
     for name, kept in sorted(first.items(), key=lambda item: -item[1].raw_bytes):
@@ -470,7 +470,7 @@ def saved_table(what: str, surveys: dict[str, dict[str, SavedBytes]]) -> Table:
 
 
 def demo_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows of the demo; the first is the uncompressed one that losses are compared with."""
+    """The rows of the demo. The first row, the uncompressed one, is what losses are compared with."""
     table = _table(
         "Bytes per rank and step; held-out loss in nats per byte"
         + ("" if rows[0]["sent_bytes_per_step"] else "\nOne rank: it sends nothing, with and without compression"),
@@ -502,7 +502,7 @@ def estimate_table(entries: Sequence[dict[str, Any]], formula: str) -> Table:
 
 
 def lab_table(report: LabReport) -> Table:
-    """What the kernel counted on each rank's link."""
+    """The kernel's counters of each rank's link."""
     ranks = len(report.ranks)
     table = _table(
         f"{ranks} rank{'s' if ranks > 1 else ''}, {format_seconds(report.seconds)}",
@@ -525,10 +525,10 @@ def _change(ratio: float) -> str:
 
 
 def _error(value: float | None) -> str:
-    """A relative error: 0.73, 0.026, 2e-08."""
+    """Format a relative error: 0.73, 0.026, 2e-08."""
     return format_or_dash("{:.2g}".format, value)
 
 
 def _relative(error: float | None, norm: float) -> float | None:
-    """‖p − C(p)‖² / ‖p‖², of the two norms; None where that says nothing."""
+    """Compute ‖p − C(p)‖² / ‖p‖² from the two norms; None if there is no error or the norm is 0."""
     return None if error is None or not norm else (error / norm) ** 2
