@@ -1,4 +1,4 @@
-"""Ranks behind emulated links on one machine.
+"""Run ranks behind emulated links on one machine.
 
 :func:`run` starts a command once per rank, each rank in a network namespace of its own, joined to the others by one
 switch through a link that is shaped in both directions by the kernel. What a rank sees is a host with one network
@@ -8,8 +8,8 @@ card and torchrun's environment variables, so an unchanged training script runs 
     >>> report = run(LabConfig(nodes=4, rate="200mbit"), ["python", "train.py"])  # doctest: +SKIP
     >>> report.exit_code, report.ranks[0].sent_bytes  # doctest: +SKIP
 
-``config.py`` says what a lab is. ``runner.py`` starts one and waits for it. ``supervisor.py`` is the process that owns
-the namespaces: it alone talks to the kernel, and everything in the lab ends when it ends.
+``config.py`` describes a lab. ``runner.py`` starts a lab and waits for it. ``supervisor.py`` is the process that owns
+the namespaces: only it talks to the kernel, and everything in the lab ends when it ends.
 """
 
 from __future__ import annotations

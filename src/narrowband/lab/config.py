@@ -1,7 +1,7 @@
-"""What a lab is: how many ranks, and the link each of them sits behind.
+"""Describe a lab: the number of ranks, and the link of each host.
 
-Quantities are written as in ``tc``: ``200mbit``, ``5ms``, ``0.1%``. Every one is checked when the :class:`LabConfig` is
-made, so a typing error surfaces before any namespace exists.
+Quantities are written as in ``tc``: ``200mbit``, ``5ms``, ``0.1%``. They are checked when a :class:`LabConfig` is
+created, so a typing error is reported before any namespace exists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEADERS = 66  # Ethernet, IPv4 and TCP with a timestamp
 
 
 def read_rate(text: str) -> int:
-    """Bits per second in ``text``, any number of them: a number and ``bit``, ``kbit``, ``mbit`` or ``gbit``.
+    """Parse bits per second, without limits: a number and ``bit``, ``kbit``, ``mbit`` or ``gbit``.
 
     Raises:
         ValueError: not of this form.
@@ -44,7 +44,7 @@ def read_rate(text: str) -> int:
 
 
 def parse_rate(text: str) -> int:
-    """Bits per second in ``text``: a number and ``bit``, ``kbit``, ``mbit`` or ``gbit`` (decimal units).
+    """Parse bits per second: a number and ``bit``, ``kbit``, ``mbit`` or ``gbit`` (decimal units).
 
     Raises:
         ValueError: not of this form, or outside 8 kbit to 32 gbit.
@@ -60,7 +60,7 @@ def parse_rate(text: str) -> int:
 
 
 def parse_delay(text: str) -> float:
-    """Seconds in ``text``: a number and ``us``, ``ms`` or ``s``.
+    """Parse a delay, in seconds: a number and ``us``, ``ms`` or ``s``.
 
     Raises:
         ValueError: not of this form, or above 10 s.
@@ -77,7 +77,7 @@ def parse_delay(text: str) -> float:
 
 
 def parse_loss(text: str) -> float:
-    """Probability that a packet is lost, from a percentage in ``text``.
+    """Parse the probability that a packet is lost, from a percentage.
 
     Raises:
         ValueError: not a percentage, or 100 % and more.
@@ -107,11 +107,11 @@ class LabConfig:
 
     Attributes:
         nodes: Number of hosts.
-        per_node: Ranks on each; they share its link, and reach each other without it. At most 256 ranks in all.
+        per_node: Ranks on each host. They share its link, but reach each other without it. At most 256 ranks in all.
         rate: Rate of every link in each of its two directions, e.g. ``"200mbit"``, or of each host's, e.g.
             ``"200mbit,1gbit"``; None leaves the links unshaped.
-        up: Rate at which hosts send, where it is not that at which they receive; as ``rate``.
-        down: Rate at which they receive.
+        up: Rate at which hosts send, if it differs from that at which they receive; written as ``rate``.
+        down: Rate at which hosts receive, likewise.
         delay: One-way delay between two ranks, e.g. ``"5ms"`` (a round trip takes twice that).
         loss: Share of packets lost between two ranks, e.g. ``"0.1%"``. Loss is drawn for each packet of ``mtu`` bytes,
             so TCP's super-packets are turned off and the emulation costs more CPU time.
@@ -153,21 +153,21 @@ class LabConfig:
 
     @property
     def ranks(self) -> int:
-        """On all hosts."""
+        """The number of ranks on all hosts."""
         return self.nodes * self.per_node
 
     def links(self) -> list[Link]:
         """Every host's link in kernel terms.
 
         Raises:
-            ValueError: a rate that cannot be read, or as many as there are neither hosts nor one.
+            ValueError: a rate cannot be read, or their number is neither one nor the number of hosts.
         """
         up, down = (self._rates(text) for text in (self.up or self.rate, self.down or self.rate))
         return [Link(self.shape(a), self.shape(b)) for a, b in zip(up, down, strict=True)]
 
     def _rates(self, text: str | None) -> list[str | None]:
         each: list[str | None] = [text]
-        if isinstance(text, str):  # what is no text, parse_rate refuses
+        if isinstance(text, str):  # parse_rate refuses other types
             each = [part.strip() for part in text.split(",")]
         if len(each) not in (1, self.nodes):
             raise ValueError(
@@ -176,7 +176,7 @@ class LabConfig:
         return each * self.nodes if len(each) == 1 else each
 
     def shape(self, text: str | None) -> Shape:
-        """One direction of a link of this rate."""
+        """Return one direction of a link of this rate."""
         rate = parse_rate(text) // 8 if text is not None else 0
         delay = parse_delay(self.delay) if self.delay is not None else 0.0
         loss = parse_loss(self.loss) if self.loss is not None else 0.0
@@ -191,6 +191,6 @@ class LabConfig:
             gso_segments=1 if loss else 65535,
             delay_us=round(delay * 1e6),
             loss_percent=loss * 100,
-            # Everything in flight waits in netem: twice the bandwidth-delay product, in packets.
+            # All packets in flight wait in netem: room for twice the bandwidth-delay product, in packets.
             netem_packets=_NETEM_PACKETS + round(2 * (rate or _MAX_RATE // 8) * delay / self.mtu),
         )

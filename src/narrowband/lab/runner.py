@@ -1,7 +1,7 @@
-"""Start a lab, wait for it, and say what the kernel counted.
+"""Start a lab, wait for it, and report the kernel's counters.
 
-The work is done by ``supervisor.py``, in a process of its own: this one may have threads (torch starts some), and
-processes with threads can neither fork safely nor enter a user namespace.
+``supervisor.py`` does the work in a process of its own, because this process may have threads (torch starts some), and
+a process with threads can neither fork safely nor enter a user namespace.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class RankReport:
-    """What became of one rank, and the kernel's counts for its host's link.
+    """The exit code of one rank, and the kernel's counters of its host's link.
 
     Attributes:
-        exit_code: That of the rank's process; 128 + n if signal n ended it.
-        sent_bytes: What the host sent (so its port on the switch received), in Ethernet frames with their headers.
-            Where ranks share a host, the first has its counts and the others have zeros, so that sums are right.
-            One of TCP's super-packets, up to 64 KiB, counts as one packet with one set of headers, so this is within
-            about 1 % of the payload for large messages.
-        received_bytes: What reached the host.
+        exit_code: Exit code of the rank's process; 128 + n if signal n ended it.
+        sent_bytes: Bytes that the host sent (so that its port on the switch received), in Ethernet frames with their
+            headers. If ranks share a host, the first has its counts and the others have zeros, so that sums are right.
+            A TCP super-packet of up to 64 KiB counts as one packet with one set of headers, so for large messages this
+            is within about 1 % of the payload.
+        received_bytes: Bytes that reached the host.
         sent_packets, received_packets: The same in packets.
     """
 
@@ -58,8 +58,8 @@ class LabReport:
     """Outcome of :func:`run`.
 
     Attributes:
-        seconds: From the start of the ranks to the end of the last.
-        exit_code: 0, or that of the first rank to fail (the others were ended then), or 124 after a time-out.
+        seconds: From the start of the ranks to the end of the last one.
+        exit_code: 0, or that of the first rank that failed (which ended the others), or 124 after a time-out.
         ranks: One report per rank, in order.
     """
 
@@ -128,16 +128,16 @@ def run(
 
 
 def requirements(config: LabConfig) -> list[str]:
-    """What this machine lacks for such a lab, one sentence each, with the way to get it; empty if it can run.
+    """Return what this machine lacks for this lab, one sentence each, with the way to get it; empty if it can run.
 
-    Tried rather than guessed: one rank's namespaces and links are made, and gone again when this returns.
+    This is tried rather than guessed: one rank's namespaces and links are created, and removed before this returns.
     """
     problems: list[str] = _supervise(config, None, {}, [], None, None, nodes=1).get("problems", [])
     return problems
 
 
 def rank_environment(config: LabConfig, rank: int) -> dict[str, str]:
-    """What torchrun would set on a rank, the network card to use, and what its link is, in words.
+    """Return the environment variables of torchrun, of the network card to use, and of the link in words, for a rank.
 
     >>> rank_environment(LabConfig(nodes=2), 1)["MASTER_ADDR"]
     '10.213.0.1'
@@ -149,17 +149,17 @@ def rank_environment(config: LabConfig, rank: int) -> dict[str, str]:
     variables |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(config.ranks))
     variables |= {"GROUP_WORLD_SIZE": str(config.nodes)}
     variables |= {"MASTER_ADDR": supervisor.node_address(0), "MASTER_PORT": str(_MASTER_PORT)}
-    # Without these gloo, NCCL and TensorPipe each guess the card, from the host name or the first that is up.
+    # Without these variables, gloo, NCCL and TensorPipe guess the card, from the host name or the first that is up.
     variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), supervisor.INTERFACE)
-    # Records that a rank writes say what links it had (report/record.py).
+    # A rank's records state the links that it had (report/record.py).
     links = {name: getattr(config, name) for name in ("rate", "up", "down", "delay", "loss")}
     variables["NARROWBAND_LAB"] = " ".join(f"{name}={value}" for name, value in links.items() if value) or "unshaped"
     return variables
 
 
 def _base_environment() -> dict[str, str]:
-    """This process's variables, fit for ranks: one compute thread unless the user chose, and output as it is printed.
-    An outer torchrun's own are dropped, for they would send ranks to a store that is out of reach.
+    """Return this process's variables, adapted to ranks: one compute thread by default, and unbuffered output.
+    The variables of an outer torchrun are dropped, because they would send ranks to a store that they cannot reach.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | inherited
@@ -174,7 +174,10 @@ def _supervise(
     stderr: int | IO[Any] | None,
     nodes: int | None = None,
 ) -> dict[str, Any]:
-    """Run a supervisor to its end and return its reply. What it made is gone by then, or soon after an exception."""
+    """Run a supervisor to its end and return its reply.
+
+    What it created is gone when this returns, or soon after this raises.
+    """
     if sys.platform != "linux":
         return {"problems": [f"The lab needs Linux's network namespaces; this is {sys.platform}."]}
     if importlib.util.find_spec("pyroute2") is None:
@@ -192,7 +195,7 @@ def _supervise(
         grace_s=config.grace_s,
     )
     ours, theirs = socket.socketpair()
-    sys.stdout.flush()  # what was printed so far comes before what the ranks write
+    sys.stdout.flush()  # so that earlier output comes before that of the ranks
     with ours, _relayed_signals() as relay_to:
         with theirs, _blocked_signals():
             # A session of its own: the terminal's Ctrl-C reaches this process only, which then ends the ranks in order.
@@ -222,8 +225,10 @@ def _supervise(
 
 @contextmanager
 def _relayed_signals() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """SIGINT and SIGTERM go to the process given to the yielded function, a second one kills it; on leaving, the first
-    takes its usual course here. Python handles signals in the main thread only, so elsewhere nothing is relayed.
+    """Relay SIGINT and SIGTERM to the process that is given to the yielded function; a second signal kills it.
+
+    On exit, the first signal takes its usual effect in this process. Python handles signals in the main thread only, so
+    in other threads nothing is relayed.
     """
     received: list[int] = []
     target: list[subprocess.Popen[bytes]] = []
@@ -252,7 +257,7 @@ def _relayed_signals() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """For starting the supervisor: it inherits the mask, and takes signals when it knows what to do with them."""
+    """Block the stop signals while the supervisor starts: it inherits the mask, and unblocks them when it is ready."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield

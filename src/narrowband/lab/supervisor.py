@@ -1,23 +1,24 @@
-"""The process that owns a lab's namespaces; run as a script by ``runner.py``, never imported for its side effects.
+"""The process that owns a lab's namespaces. ``runner.py`` runs it as a script.
 
     runner ── supervisor ──(new pid, mount and network namespace)── init ── rank 0, rank 1, …
                                                                       │       each in a network namespace of its own
                                                                       └ the switch: a bridge with one veth per rank
 
-Nothing here has a name that could outlive it. The network namespaces are anonymous: they exist while *init* or a rank
-runs, and take their links with them. *init* is process 1 of its pid namespace, so the kernel kills every process in the
-lab when it ends, those that left their session included. It ends with the supervisor, and the supervisor with the
-runner's thread (``PR_SET_PDEATHSIG``), however that ended: SIGKILL of any of the three clears the lab.
+Nothing in the lab has a name that could outlive it. The network namespaces are anonymous: they exist while *init* or a
+rank runs, and their links vanish with them. *init* is process 1 of its pid namespace, so when it ends, the kernel kills
+every process in the lab, including those that left their session. *init* ends with the supervisor, and the supervisor
+with the runner's thread (``PR_SET_PDEATHSIG``), however that ended: SIGKILL of any of the three clears the lab.
 
-Each link is shaped at both ends, so in both directions: a token bucket (tbf) on the rank's interface for what it sends,
-one on the switch's port for what it receives. Delay and loss (netem) sit on the port only, above its token bucket: a
-packet meets them once, and what the sender lost still counts as sent.
+Each link is shaped at both ends, and so in both directions: a token bucket (tbf) on the rank's interface limits what it
+sends, and one on the switch's port what it receives. Delay and loss (netem) are on the port only, above its token
+bucket, so each packet is delayed or lost once, and a lost packet still counts as sent.
 
-The standard input is a socket to the runner: one line of JSON comes in (:class:`Spec`), one goes out
-(``{"problems": […]}``, or what :meth:`Ranks.run` and :meth:`Network.counters` found). Its end means the runner is gone.
+The standard input is a socket to the runner. One line of JSON comes in (:class:`Spec`), and one goes out
+(``{"problems": […]}``, or the results of :meth:`Ranks.run` and :meth:`Network.counters`). End of file means that the
+runner is gone.
 
-This file imports the standard library and pyroute2 only: importing torch would cost seconds and threads, and threads
-may not enter a user namespace.
+This file imports only the standard library and pyroute2: importing torch takes seconds and starts threads, and a
+process with threads may not enter a user namespace.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ _MODULES = {  # kind: module, build option, purpose
 
 @dataclass(frozen=True)
 class Shape:
-    """One link in kernel terms. Rates in bytes per second, sizes in bytes; ``rate`` 0 means no token bucket.
+    """One direction of a link in kernel terms. Rates are in bytes per second, sizes in bytes.
 
-    ``burst`` is the token bucket's depth and ``queue`` what may wait for tokens. ``gso`` bounds TCP's super-packets to
-    what fits into the bucket, for a larger one would be cut up in software, packet by packet.
+    ``rate`` 0 means no token bucket. ``burst`` is the depth of the token bucket, and ``queue`` limits the bytes that
+    wait for tokens. ``gso`` limits TCP's super-packets to the size of the bucket, because a larger one would be split
+    in software, packet by packet.
     """
 
     rate: int
@@ -90,13 +92,13 @@ class Shape:
 
     @property
     def netem(self) -> bool:
-        """Whether delay or loss is asked for."""
+        """Whether the link has delay or loss."""
         return self.delay_us > 0 or self.loss_percent > 0
 
 
 @dataclass(frozen=True)
 class Link:
-    """A host's link: what it sends by, and what it receives by."""
+    """A host's link: the shape for sending, and that for receiving."""
 
     up: Shape
     down: Shape
@@ -104,7 +106,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Spec:
-    """What the runner asks for. ``command`` None sets the lab up and takes it down again.
+    """The runner's request. If ``command`` is None, the lab is set up and taken down again.
 
     ``rank_env[r]`` is laid over ``env``; the remaining fields are those of :class:`narrowband.lab.LabConfig`.
     """
@@ -131,14 +133,14 @@ class Spec:
 
 
 class MissingError(Exception):
-    """What this machine lacks; ``args`` are sentences."""
+    """This machine lacks something. ``args`` are sentences that say what."""
 
 
 def cores_of(rank: int, nodes: int, cores: Collection[int]) -> list[int]:
-    """A rank's share of this machine's cores, as a machine of its own would have: equal shares, or, with more ranks
-    than cores, one core that it shares with others.
+    """Return a rank's share of this machine's cores: equal shares or, with more ranks than cores, one shared core.
 
-    Left to the scheduler, ranks are moved about, run ahead of one another and then wait.
+    So each rank has cores to itself, like a machine of its own. Without this, the scheduler moves ranks between cores,
+    and some run ahead of others and then wait.
     """
     order, n = sorted(cores), len(cores)
     if nodes >= n:
@@ -147,7 +149,7 @@ def cores_of(rank: int, nodes: int, cores: Collection[int]) -> list[int]:
 
 
 def node_address(node: int) -> str:
-    """IPv4 address of a host, within 10.213.0.0/16; it exists in the lab's namespaces only."""
+    """Return the IPv4 address of a host, in 10.213.0.0/16, which exists in the lab's namespaces only."""
     return f"10.213.{(node + 1) // 256}.{(node + 1) % 256}"
 
 
@@ -157,7 +159,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *args: int | bytes | None) -> None:
-    """A C library function that returns -1 on failure. Longs are spelled out: ctypes would pass ints of 32 bits."""
+    """Call a C library function that returns -1 on failure. Pass ints as longs: ctypes would pass 32 bits."""
     longs = [ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
     if getattr(_libc, name)(*longs) == -1:
         code = ctypes.get_errno()
@@ -165,7 +167,7 @@ def _call(name: str, *args: int | bytes | None) -> None:
 
 
 def _enter_namespaces() -> None:
-    """New mount, network and (for children) pid namespaces; within a new user namespace when not privileged."""
+    """Enter new mount, network and (for children) pid namespaces; without privileges, in a new user namespace."""
     flags = _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWPID
     try:
         _call("unshare", flags)
@@ -173,7 +175,7 @@ def _enter_namespaces() -> None:
     except PermissionError:
         uid, gid = os.geteuid(), os.getegid()
     _call("unshare", flags | _CLONE_NEWUSER)
-    # Everyone keeps the own user id, so ranks see their files as before and lose all capabilities at exec.
+    # The user id stays the same, so ranks access files as before, and lose all capabilities at exec.
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -184,21 +186,23 @@ def _die_with_parent() -> None:
 
 
 def _arrange_files(nodes: int, per_node: int) -> None:
-    """Ranks resolve each other as rank0, rank1, …, their hosts as node0, …, and /proc shows the lab's processes. Both
-    are comforts that some containers forbid; without them c10d warns about names and process ids look odd, so failures
-    are passed over.
+    """Let ranks resolve the names rank0, rank1, … of ranks and node0, … of hosts, and mount the lab's own /proc.
+
+    Some containers forbid this. Failures are ignored, because without it c10d only warns about names, and process ids
+    look odd.
     """
     with contextlib.suppress(OSError):
         _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
         with open("/etc/hosts") as file:
             hosts = file.read()
-        # torch's store asks for the names of IPv4 addresses in their IPv6 form.
+        # torch's store looks up the names of IPv4 addresses in their IPv6 form.
         for form in ("", "::ffff:"):
             for node in range(nodes):
                 names = " ".join(f"rank{node * per_node + at}" for at in range(per_node))
                 hosts += f"\n{form}{node_address(node)} {names}" + (f" node{node}" if per_node > 1 else "")
         hosts += "\n"
-        # A file of our own needs a file system of our own; /proc, replaced below, is a mount point that always exists.
+        # The new hosts file needs a file system of its own: mount one on /proc, which always exists and is replaced
+        # below.
         _call("mount", b"tmpfs", b"/proc", b"tmpfs", 0, None)
         try:
             with open("/proc/hosts", "w") as file:
@@ -214,7 +218,7 @@ def _arrange_files(nodes: int, per_node: int) -> None:
 
 
 class Network:
-    """The switch in this process's network namespace and one namespace per host, linked and shaped.
+    """The switch in this process's network namespace and one namespace per host, with shaped links between them.
 
     Attributes:
         namespaces: One descriptor per host, for ``setns``.
@@ -238,8 +242,9 @@ class Network:
             self._add_host(node, link, spec.mtu)
 
     def counters(self) -> list[dict[str, int]]:
-        """Bytes and packets of each host, as its port on the switch counted them: Ethernet frames with their headers,
-        where one of TCP's super-packets is one packet with one set of headers.
+        """Return the bytes and packets of each host, as counted by its port on the switch.
+
+        Bytes are those of Ethernet frames with their headers. A TCP super-packet is one packet with one set of headers.
         """
         found = []
         for port in self._ports:
@@ -303,7 +308,7 @@ class Network:
         ipr.tc("add", "netem", index=index, handle="1:", **losses)
 
     def _require_kinds(self, shapes: Sequence[Shape]) -> None:
-        """Make one of each kind and delete it: the kernel loads modules on demand, so only trying tells."""
+        """Create one object of each kind and delete it: the kernel loads modules on demand, so only trying tells."""
         from pyroute2 import NetlinkError
 
         switch = self._switch
@@ -339,8 +344,8 @@ class Network:
 
 
 def _quiet_ipv6() -> None:
-    """No IPv6 on links made from now on in this network namespace: its discovery packets would be counted as traffic.
-    Loopback keeps it. Where /proc/sys is read-only the few packets stay.
+    """Turn off IPv6 on new links in this network namespace, because its discovery packets would count as traffic.
+    Loopback keeps IPv6. If /proc/sys is read-only, the few packets are sent and counted.
     """
     with contextlib.suppress(OSError), open("/proc/sys/net/ipv6/conf/default/disable_ipv6", "w") as file:
         file.write("1")
@@ -350,13 +355,13 @@ def _quiet_ipv6() -> None:
 
 
 class _Lines:
-    """Passes on what one rank writes: untouched without a prefix, else in whole lines that each start with it."""
+    """Forwards the output of one rank: unchanged without a prefix, else in whole lines that each start with it."""
 
     def __init__(self, source: int, sink: int, prefix: bytes) -> None:
         self.source, self._sink, self._prefix, self._rest = source, sink, prefix, b""
 
     def pump(self) -> bool:
-        """Read once and write what is complete; False at the end of the stream.
+        """Read once and write the complete lines; return False at the end of the stream.
 
         Raises:
             BrokenPipeError: nobody reads the output any more.
@@ -365,7 +370,7 @@ class _Lines:
         if not self._prefix:
             _write(self._sink, chunk)
             return bool(chunk)
-        # A progress bar's lone carriage return ends a line too; one that comes last may be half of a \r\n.
+        # A lone carriage return, as of progress bars, also ends a line; one at the end may be half of a \r\n.
         *lines, self._rest = re.split(rb"\r\n|\n|\r(?!\Z)", self._rest + chunk)
         if self._rest and (not chunk or len(self._rest) >= _LINE_BYTES):
             lines.append(self._rest.rstrip(b"\r"))
@@ -383,9 +388,9 @@ def _write(fd: int, data: bytes) -> None:
 
 
 class Ranks:
-    """The rank processes in this pid namespace, from their start until none of their descendants is left.
+    """The rank processes in this pid namespace, from their start until all their descendants have ended.
 
-    The stop signals must be blocked until :meth:`run`, so that none is lost on the way.
+    The stop signals must stay blocked until :meth:`run`, so that none is lost.
     """
 
     def __init__(self, spec: Spec, command: list[str], namespaces: list[int]) -> None:
@@ -401,7 +406,7 @@ class Ranks:
             self._start(rank, namespaces[rank // spec.per_node])
 
     def run(self) -> dict[str, Any]:
-        """Wait for the ranks; end them all when one fails, the time is up, a stop signal comes or the runner is gone.
+        """Wait for the ranks. End all if one fails, the time is up, a stop signal arrives, or the runner is gone.
 
         Returns:
             ``seconds`` from start to the last rank's end, ``exit_codes`` of the ranks, and ``exit_code``: that of the
@@ -415,7 +420,7 @@ class Ranks:
         for number in _STOP_SIGNALS:
             signal.signal(number, lambda number, _: self._stop(number, 128 + number))
         self._selector.register(wake_up, selectors.EVENT_READ, lambda: wake_up.recv(_LINE_BYTES))
-        self._selector.register(0, selectors.EVENT_READ, _leave)  # the runner has no more to say: this is its end
+        self._selector.register(0, selectors.EVENT_READ, _leave)  # the runner sends nothing more, so this is its end
         started = time.monotonic()
         time_out = started + (self._spec.timeout_s or float("inf"))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
@@ -442,7 +447,7 @@ class Ranks:
                 self._become(rank, netns, [write for _, write in pipes])
             except OSError as error:
                 _write(2, f"cannot run {self._command[0]!r}: {error}\n".encode(errors="replace"))
-                os._exit(127 if error.errno == errno.ENOENT else 126)  # as the shell
+                os._exit(127 if error.errno == errno.ENOENT else 126)  # the exit codes of a shell
             finally:
                 os._exit(126)
         self._running[pid] = rank
@@ -484,7 +489,7 @@ class Ranks:
         os.close(lines.source)
 
     def _reap(self, options: int) -> None:
-        """Collect those that ended: ranks, and their orphans, which process 1 inherits."""
+        """Reap processes that have ended: ranks, and their orphans, which process 1 inherits."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, options))[0]:
                 pid, status = ended
@@ -496,7 +501,7 @@ class Ranks:
                         self._stop(signal.SIGTERM, code)
 
     def _stop(self, number: int, outcome: int) -> None:
-        """Ask all ranks to end, once: the first reason to do so is the lab's outcome."""
+        """Ask all ranks to end, once. The first call sets the lab's exit code."""
         if self._outcome:
             return
         self._outcome = outcome
@@ -504,7 +509,7 @@ class Ranks:
         for pid in self._running:
             try:
                 os.killpg(pid, number)
-            except ProcessLookupError:  # it has yet to lead a group, and holds signals back until it does
+            except ProcessLookupError:  # it leads no group yet, and blocks signals until it does
                 os.kill(pid, number)
 
     def _end_descendants(self) -> None:
@@ -519,7 +524,7 @@ class Ranks:
 
 
 def _leave() -> NoReturn:
-    os._exit(1)  # takes everything in the pid namespace along
+    os._exit(1)  # the kernel then kills everything in the pid namespace
 
 
 def _reply(message: dict[str, Any]) -> None:
@@ -549,9 +554,9 @@ def _init(spec: Spec) -> None:
 
 
 def main() -> int:
-    """Enter the namespaces, fork *init*, relay stop signals to it, and end with it.
+    """Enter the namespaces, fork *init*, relay stop signals to it, and end when it ends.
 
-    The runner starts it with these signals blocked, and so it stays until both processes handle them.
+    The runner starts this process with stop signals blocked. They stay blocked until both processes handle them.
     """
     spec = Spec.from_json(sys.stdin.buffer.readline())
     try:
@@ -567,7 +572,7 @@ def main() -> int:
         try:
             _init(spec)
             os._exit(0)
-        except BaseException:  # not a step further: the frames below are the supervisor's
+        except BaseException:  # must not propagate: the outer frames are the supervisor's
             traceback.print_exc()
         finally:
             os._exit(1)
