@@ -1,4 +1,4 @@
-"""The command ``narrowband``: one dataclass per subcommand; its fields are the options, its docstring is the help."""
+"""The command ``narrowband``. Each subcommand is a dataclass: its fields are the options, its docstring is the help."""
 
 from __future__ import annotations
 

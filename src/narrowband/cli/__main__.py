@@ -1,4 +1,4 @@
-"""``python -m narrowband.cli``: the command without an installed entry point."""
+"""Run the command as ``python -m narrowband.cli``, without an installed entry point."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Adapt:
         choices = self.choices or None
         accordion = Accordion(low=self.low, high=self.high, eta=self.eta)
         made: dict[Name, Policy] = {}
-        if self.policy == "kmeans":  # which needs more than others
+        if self.policy == "kmeans":  # its constructor checks more than the others'
             made["kmeans"] = KMeans(self.reference, choices, self.clusters)
         elif self.policy.startswith("lgreco"):
             reference: str | Policy = self.reference if self.policy == "lgreco" else accordion
@@ -137,10 +137,10 @@ class Adapt:
 
 
 def _layers(path: Path, min_numel: int) -> dict[str, Tensor]:
-    """The gradients in a file that would be compressed.
+    """Load the gradients of a file that would be compressed.
 
     Raises:
-        ValueError: there is no such file, or it holds something else.
+        ValueError: the file does not exist, or holds something else.
     """
     import torch
 
@@ -169,11 +169,11 @@ def _tensors(path: Path) -> dict[str, Tensor | None]:
         raise ValueError(f"{path} is a folder; give the file in it that holds gradients")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickles that torch did not write
+            warnings.simplefilter("ignore")  # warnings about pickles that torch did not write
             found = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
-    except Exception as error:  # whatever the bytes lead torch.load to
+    except Exception as error:  # torch.load may raise anything on arbitrary bytes
         raise ValueError(
             f"{path} is no file of gradients: torch.save did not write it, or part of it is missing, or it holds more "
             f"than tensors; {_WRITE_ONE}"
@@ -186,7 +186,7 @@ def _tensors(path: Path) -> dict[str, Tensor | None]:
 
 
 def _check_same(layers: dict[str, Tensor], before: dict[str, Tensor], path: Path, path_before: Path) -> None:
-    """Norms are compared by name: with gradients of another model, every layer would seem new."""
+    """Check that both files have the same layers. Norms are compared by name, and another model's would seem new."""
     other = sorted(
         name for name in layers.keys() | before.keys()
         if name not in layers or name not in before or layers[name].shape != before[name].shape

@@ -110,7 +110,7 @@ class BenchDDP:
         _say(console, written)
         own = self.config.codecs
         failed = any("error" in row for row in rows if row["codec"].startswith(own))
-        return FAILED if failed else DONE  # a hook of PyTorch's that fails is a result
+        return FAILED if failed else DONE  # a failing hook of PyTorch is a result
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class BenchMemory:
 
             def tell(name: str) -> None:
                 progress.update(task, advance=1, description=name)
-                if not console.is_terminal and name not in seen:  # a file shows no bar, and first steps may take long
+                if not console.is_terminal and name not in seen:  # without a bar, and first steps may take long
                     console.print(f"first steps of {name}", style="dim", markup=False, highlight=False)
                 seen.add(name)
 
@@ -335,7 +335,7 @@ class BenchMemory:
                 rows.append(row)
                 progress.update(task, advance=1, description=row["name"])
                 known = [other for other in known if other["name"] != row["name"]]
-                keep([*rows, *known])  # what is known of those whose turn has not come yet
+                keep([*rows, *known])  # known: earlier rows of architectures whose turn has not come yet
         written = _record(self.json, asdict(config), rows)
         console.print(budgets_table(rows) if self.shares else zoo_table(rows))
         if not self.shares:
@@ -346,17 +346,17 @@ class BenchMemory:
 
 
 def _bar(console: Console) -> Progress:
-    """What is done, on a terminal. A log or a pipe gets nothing of it; nobody may read that any more."""
+    """Return a progress bar that is shown on terminals only. Logs and pipes get none of its output."""
     from rich.progress import Progress
 
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 def _check_record(path: Path | None, reads: Sequence[str] = ()) -> None:
-    """See whether :func:`_record` can write both of its files.
+    """Check that :func:`_record` can write both of its files.
 
     Raises:
-        ValueError: it cannot, or would lose something.
+        ValueError: it cannot, or would overwrite something.
     """
     from narrowband.report.page import can_make_pages
 
@@ -367,10 +367,10 @@ def _check_record(path: Path | None, reads: Sequence[str] = ()) -> None:
 
 
 def _known(path: Path | None, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows that an earlier run of the same code and configuration has written on this machine: it goes on from there.
+    """Return the rows that an earlier run of the same code and configuration wrote on this machine, to resume it.
 
     Raises:
-        ValueError: the file is torn, or no record.
+        ValueError: the file is truncated, or no record.
     """
     from narrowband.report.record import machine, read_json, sources, versions
 
@@ -383,8 +383,9 @@ def _known(path: Path | None, config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[str, Any]]], None]:
-    """What writes the rows that are known so far, so that nothing is lost on Ctrl-C, or when time is up. Where there is
-    no room on the disk, measuring goes on.
+    """Return a function that writes the rows measured so far, so that Ctrl-C or a time-out loses nothing.
+
+    If the disk is full, it writes nothing, and measuring goes on.
     """
     if path is None:
         return lambda _: None
@@ -399,18 +400,18 @@ def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[s
     return keep
 
 
-#: What is to be said of a record: sentence → style; or why there is none.
+#: The messages about a record: sentence → style; or the error that kept it from being written.
 _Written = dict[str, str] | OSError
 
 
 def _record(path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> _Written:
-    """Write rows, and ``more`` beside them, with where they come from; and a page of it.
+    """Write the rows, ``more`` and their provenance to a record, and make a page of it.
 
-    Before anything is shown of them: nobody may read what is shown any more, or its device may be full, and a
-    measurement is not lost by that. Nor by a full disk: what cannot be written is shown all the same.
+    Call this before anything is printed, so that a closed pipe or a full device on standard output does not lose the
+    measurement. A full disk does not lose it either: the error is returned, and the rows are printed all the same.
 
     Returns:
-        What :func:`_say` says of it behind the tables.
+        The messages for :func:`_say` to print after the tables, or the error.
     """
     if path is None:
         return {}
@@ -428,14 +429,14 @@ def _record(path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]
         page = path.with_suffix(".html")
         try:
             write_text(page, record_page(record, path.stem))
-        except (OSError, UnsupportedError) as error:  # the measurement is safe, and worth more than its page
+        except (OSError, UnsupportedError) as error:  # the record is written, and matters more than its page
             return written | {f"no page of it: {error}": "yellow"}
         written[f"a page of it: {page}"] = "dim"
     return written
 
 
 def _say(console: Console, written: _Written) -> None:
-    """Say it.
+    """Print the messages about a record.
 
     Raises:
         OSError: the record could not be written.

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Codecs", "example"]
 
-#: The tensor whose payload is quoted.
+#: Shape of the tensor whose payload size is printed.
 _SHAPE = (5000, 5000)
 
-#: What stands for a key that has no default.
+#: Example value for a key that has no default.
 _EXAMPLE_VALUE = 0.001
 
 
 def example(kind: type[Codec]) -> Codec:
-    """A codec of this kind: its defaults, and an example value for keys that have none."""
+    """Make a codec of this kind with its defaults, and with an example value for keys that have none."""
     required = [f.name for f in fields(kind) if f.default is MISSING]  # type: ignore[arg-type]
     return kind(**dict.fromkeys(required, _EXAMPLE_VALUE))
 

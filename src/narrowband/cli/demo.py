@@ -57,7 +57,7 @@ class Demo:
             with _progress(console) as progress:
                 show = _Show(progress, self.config)
                 summary = demo.run(self.config, self.out, resume=self.resume, on_event=show)
-                write_json(written[0], provenance(self.config.seed) | summary)  # first: nobody may read what is shown
+                write_json(written[0], provenance(self.config.seed) | summary)  # before printing, which may fail
         except KeyboardInterrupt:
             console.print("Rows that were finished are kept: the same command with --resume goes on from there.")
             raise
@@ -101,7 +101,7 @@ def _progress(console: Console) -> Progress:
 
 
 class _Show:
-    """A bar for what is done before the first row, and one per row, brought up to date by what the ranks tell."""
+    """A bar for the work before the first row, and one per row, which the events of the ranks update."""
 
     def __init__(self, progress: Progress, config: demo.Config) -> None:
         self._progress = progress

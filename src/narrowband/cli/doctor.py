@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Doctor"]
 
-#: What PyPI has under the name of our package.
+#: The distribution on PyPI that has the name of our package.
 _NAMESAKE = "narrowband"
 
-#: The oldest and the newest PyTorch that was tried, minor versions of 2.
+#: The oldest and the newest PyTorch that was tested, as minor versions of 2.
 _TRIED = 11, 15
 
-#: Package → (what goes without it, how to get it).
+#: Package → (what needs it, how to get it).
 _PACKAGES = {
     "numba": ("fast loops on CPU", "pip install numba, or NARROWBAND_KERNELS=reference to do without"),
     "pyroute2": ("narrowband lab and narrowband bench ddp behind links", "pip install pyroute2"),
@@ -38,7 +38,7 @@ _PACKAGES = {
 }
 
 
-#: One of every kind; numbers make no difference, but for bits.
+#: One spec of every kind. Only bits change which loops are compiled; other numbers do not.
 _SPECS = (
     "none", "fp16", "qsgd:bits=4", "qsgd:bits=8", "qsgd:bits=2", "uniform:bits=4", "uniform:bits=8", "sign+ef",
     "topk:density=0.01+ef", "topk:density=0.04,values=int8+ef-mixed", "randomk:density=0.01+ef", "qsgd:bits=4+ef21",
@@ -48,7 +48,7 @@ _SPECS = (
 
 @dataclass(frozen=True)
 class _Finding:
-    """One line: a name, whether it is there, and more about it."""
+    """One line of the report: a name, whether it is there, and details."""
 
     name: str
     good: bool
@@ -130,7 +130,7 @@ class Doctor:
             raise RankError(str(error)) from None
         troubles, notes = troubles_of(found), notes_of(found)
         code = FAILED if troubles else DONE
-        if meeting.rank == 0:  # all ranks know the same, and one says it
+        if meeting.rank == 0:  # all ranks have the same results, and one prints them
             self._write({"troubles": troubles, "notes": notes, **asdict(found)})
             console.print(seats_table([asdict(seat) for seat in found.seats]))
             if found.ways:
@@ -157,7 +157,7 @@ class Doctor:
 
 
 def _namesake() -> Iterator[_Finding]:
-    """Another project's distribution is called as this one's package is, and brings a package of the same name."""
+    """Report if another project's distribution is installed that has a package of the same name as this one."""
     try:
         version = importlib.metadata.version(_NAMESAKE)
     except importlib.metadata.PackageNotFoundError:
@@ -171,7 +171,7 @@ def _namesake() -> Iterator[_Finding]:
 
 
 def _pytorch() -> Iterator[_Finding]:
-    """Hooks, collectives and graphs are taken hold of where PyTorch promises nothing: each version has to be tried."""
+    """Report on PyTorch's version. Each has to be tested, because hooks, collectives and graphs use unstable APIs."""
     import torch
 
     version = torch.__version__
@@ -217,7 +217,7 @@ def _backends() -> Iterator[_Finding]:
     threads = torch.get_num_threads()
     try:
         backend = kernels.backend_for("cpu").name
-    except (ImportError, UnsupportedError) as error:  # Numba is missing, goes with another NumPy, or compiles nothing
+    except (ImportError, UnsupportedError) as error:  # Numba is missing, needs another NumPy, or cannot compile
         yield _Finding("loops on CPU", False, f"{error} (NARROWBAND_KERNELS=reference does without, slowly)")
     else:
         loops = f"{'Numba' if backend == 'cpu' else 'plain torch'}, {threads} thread{'s' if threads != 1 else ''}"
@@ -244,7 +244,7 @@ def _backends() -> Iterator[_Finding]:
 
 
 def _about_gpu(found: GPU, loops: tuple[list[str], list[str]] | None) -> Iterator[_Finding]:
-    """What is said of a GPU; ``loops`` are those in Triton and those in plain torch, None where Triton has no part."""
+    """Report on a GPU. ``loops`` are those in Triton and those in plain torch; None: Triton is not used."""
     from narrowband.units import format_bytes
 
     card = f"{found.count} × {found.name}, {format_bytes(found.memory_bytes)}, compute capability {found.capability}"

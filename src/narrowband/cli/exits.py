@@ -1,6 +1,6 @@
-"""How a command ends: with one of four exit codes, and with one sentence when something went wrong.
+"""End a command with one of four exit codes, and with one sentence if something went wrong.
 
-All commands hold to this, those of ``narrowband`` and ``python -m reproduce.…`` alike:
+All commands follow this convention, those of ``narrowband`` and ``python -m reproduce.…`` alike:
 
 ==== =================================================================================================================
 code meaning
@@ -14,7 +14,7 @@ code meaning
 
 ``narrowband lab`` passes on the exit code of its ranks, and returns 124 after a time-out.
 
-Nobody has to read a traceback to learn what to change; who wants one sets ``NARROWBAND_DEBUG=1``.
+Users need no traceback to learn what to change. ``NARROWBAND_DEBUG=1`` shows one all the same.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ CONVENTION = (
     f"{STOPPED} stopped by Ctrl-C."
 )
 
-#: The variable that asks for tracebacks.
+#: The environment variable that turns tracebacks on.
 DEBUG = "NARROWBAND_DEBUG"
 
-#: What is wrong with a path, and not with the machine.
+#: Errors that come from a wrong path, and not from the machine.
 _PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug: bool = False) -> int:
-    """Do the work of a command and return its exit code; what goes wrong is said in one sentence.
+    """Do the work of a command and return its exit code. Print one sentence if something goes wrong.
 
     Args:
-        work: returns the exit code when nothing went wrong.
-        errors: where the sentence goes, standard error.
-        stopped: what to say after Ctrl-C, behind "Stopped."
-        debug: raise errors instead; so does the environment variable ``NARROWBAND_DEBUG``.
+        work: returns the exit code if nothing goes wrong.
+        errors: the console for the sentence, on standard error.
+        stopped: what to print after "Stopped." on Ctrl-C.
+        debug: raise errors instead. The environment variable ``NARROWBAND_DEBUG`` has the same effect.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may know fewer characters than tables and names have
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal's encoding may lack characters of tables and names
         sys.stdout.reconfigure(errors="replace")
     try:
         return work()
@@ -81,19 +81,20 @@ def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug
 
 
 def _is_unread() -> bool:
-    """Whether nobody reads standard output any more, as behind ``| head -1``. Nothing more is then written to it, also
-    when Python ends.
+    """Return whether the reader of standard output has gone, as after ``| head -1``.
+
+    If so, redirect standard output to /dev/null, so that nothing more is written to it, also when Python exits.
     """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
-    if not poll.poll(0):  # it tells of nothing but a reader that is gone
+    if not poll.poll(0):  # with no events asked for, it reports only that the reader has gone
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
 
 def _explained(error: Exception) -> tuple[int, str, bool]:
-    """The exit code, a sentence, and whether it says all that a user needs."""
+    """Return the exit code, a sentence, and whether the sentence has all that a user needs."""
     if isinstance(error, RankError):
         return FAILED, error.sentence, True
     if isinstance(error, _PATHS):
@@ -123,25 +124,24 @@ def _where(error: Exception) -> str:
     return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
-#: What to do about a path.
+#: Advice in messages about a path.
 _ANOTHER = "give another name"
 
 
-# ---- paths that are written to, looked at before the work and not after it -------------------------------------------
+# ---- output paths, checked before the work ---------------------------------------------------------------------------
 
 
 def check_output(*paths: Path | None, reads: Iterable[Path | str | None] = ()) -> None:
-    """See whether files can be written, before minutes of work are lost because they cannot, or because one of them
-    takes the place of what was given.
+    """Check that files can be written and overwrite no input, before minutes of work are lost.
 
     Args:
-        paths: files; the folders above them need not exist. None is passed over.
-        reads: what the command reads. Words that are no files are passed over, so specs may be among them, and
+        paths: files to write; the folders above them need not exist. None is ignored.
+        reads: files that the command reads. Words that are no files are ignored, so this may include specs, and
             ``file.py:function``.
 
     Raises:
-        ValueError: a path is a folder or a device, or nothing can be written there; it is a file that the command
-            reads, or two of them are one.
+        ValueError: a path is a folder or a device, cannot be written to, is a file that the command reads, or is given
+            twice.
 
     Example:
         >>> check_output(Path("run.jsonl"), reads=["run.jsonl"])
@@ -166,20 +166,20 @@ def check_output(*paths: Path | None, reads: Iterable[Path | str | None] = ()) -
 
 
 def _is_one_file(one: Path, other: Path) -> bool:
-    """Whether two names are one file's, by whatever link."""
+    """Return whether two paths name the same file, also through links."""
     if one.absolute() == other.absolute():
         return True
     try:
         return one.samefile(other)
-    except (OSError, ValueError):  # one of them is not there, or is a word that no file could have for a name
+    except (OSError, ValueError):  # one of them does not exist, or is no valid file name
         return False
 
 
 def check_folder(*paths: Path | None) -> None:
-    """The same for folders that results are written into.
+    """Check that folders can be created and written into.
 
     Raises:
-        ValueError: a path is a file, or nothing can be written there.
+        ValueError: a path is a file, or there is no permission to write there.
     """
     for path in paths:
         if path is not None:

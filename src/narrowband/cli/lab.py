@@ -88,8 +88,9 @@ class Lab:
 
 
 def _told(path: Path) -> object:
-    """What a rank has written; None where that is nothing, or not JSON, and for a NaN or inf in it, which JSON lacks
-    and Python writes.
+    """Read the JSON value that a rank has written; None if there is none, or it is not JSON.
+
+    NaN and inf in it, which Python writes but JSON lacks, also become None.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)

@@ -1,4 +1,4 @@
-"""From ``sys.argv`` to a command. How a command ends, and with which exit code, is in ``exits.py``."""
+"""Dispatch ``sys.argv`` to a command. How a command ends, and with which exit code, is in ``exits.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Command", "main"]
 
-#: Command line words → module and class. A module is imported when its command is asked for.
+#: Command line words → module and class. A module is imported when its command is run.
 _COMMANDS = {
     "demo": ("demo", "Demo"),
     "bench kernels": ("bench", "BenchKernels"),
@@ -38,7 +38,7 @@ _COMMANDS = {
     "doctor": ("doctor", "Doctor"),
 }
 
-#: What stands behind "--" is a command that these start.
+#: The subcommands that start another command, given after "--".
 _WITH_A_COMMAND = ("lab", "bench gpu")
 
 _EXAMPLES = (
@@ -52,13 +52,13 @@ _EXAMPLES = (
 
 
 class Command(Protocol):
-    """What a command's dataclass has besides its fields."""
+    """The interface of a command's dataclass, besides its fields."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
-        """Do it and return the exit code.
+        """Run the command and return the exit code.
 
         Args:
-            console: where tables and results go.
+            console: to print tables and results on.
             behind: the words that followed ``--`` on the command line; None if there was no ``--``.
         """
         ...
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, behind = words[:cut], words[cut + 1 :] if cut < len(words) else None
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    width = 80 if os.environ.get("COLUMNS") == "0" else None  # some systems know no width, and Rich would print nothing
+    width = 80 if os.environ.get("COLUMNS") == "0" else None  # some systems report width 0; Rich would print nothing
     console, errors = (Console(stderr=stderr, emoji=False, width=width) for stderr in (False, True))  # `a:ok` is a path
     return finish(lambda: _dispatch(words, behind, console), errors, debug=debug)
 
@@ -131,12 +131,12 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
 
 
 def _described(kind: Any) -> str:
-    """What a command's docstring says, for a terminal."""
+    """Return a command's docstring for a terminal."""
     return inspect.cleandoc(kind.__doc__).replace("``", "`")
 
 
 def _summary(kind: Any) -> str:
-    """Its first paragraph, in one line."""
+    """Return the first paragraph of a command's docstring, in one line."""
     return " ".join(_described(kind).partition("\n\n")[0].split())
 
 

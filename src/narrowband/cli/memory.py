@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Memory"]
 
-#: How many times the bytes of its tensors a process may take before that is worth a word.
+#: Print a note if the process takes more than this many times the bytes of its tensors.
 _FAR = 1.25
 
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -96,7 +96,7 @@ class Memory:
                 policy = ActivationPolicy(bits=bits)
                 surveys[f"{bits} bits"] = memory.survey(model, inputs, policy, amp=self.amp)
         activations = {"plain": surveys["8 bits"].raw_bytes} | {bits: each.kept_bytes for bits, each in surveys.items()}
-        if self.json is not None:  # first, so that no measurement is lost with what is shown
+        if self.json is not None:  # before printing, which may fail, so that no measurement is lost
             self._record(tensors, surveys, None)
         console.print(takes_table(tensors, activations))
         console.print(saved_table("operator", {name: saved.by_operator for name, saved in surveys.items()}))
@@ -105,7 +105,7 @@ class Memory:
         console.print(saved_table("module", {name: self._modules(saved) for name, saved in surveys.items()}))
         found = None
         if self.budget is not None:
-            del model, inputs  # the search has its own
+            del model, inputs  # the search builds its own
             build = functools.partial(subjects.subject, self.model, self.batch)
             job = budget.Job(build, self.amp, self.optimizer, self.codec, self.device)
             with console.status("") as status:
@@ -120,7 +120,7 @@ class Memory:
         return DONE if found is None or found.reached else FAILED
 
     def _modules(self, saved: Saved) -> dict[str, SavedBytes]:
-        """Modules put merged as far as their names agree in their first parts."""
+        """Merge modules whose names agree in their first ``depth`` parts."""
         from narrowband.activations import SavedBytes
 
         merged: dict[str, SavedBytes] = {}
@@ -187,7 +187,7 @@ def _measured(found: Fit) -> str:
 
 
 def _notes(surveys: dict[str, Saved]) -> list[str]:
-    """What the table of operators needs to be understood."""
+    """Return notes that explain the table of operators."""
     first = (
         "An operator is counted with the tensors that it is the first to keep. What another one keeps already, and "
         "what backward recomputes from that, costs nothing more."
@@ -216,10 +216,10 @@ def _as_record(saved: Saved) -> dict[str, Any]:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``8GB``, ``600 MB``, ``1.5GiB``.
+    """Parse a number of bytes, such as ``8GB``, ``600 MB`` or ``1.5GiB``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no amount of memory.
 
     Example:
         >>> parse_bytes("1.5GB")

@@ -59,8 +59,8 @@ class Plan:
         with console.status("building") as status:
             report = plan.run(self.model, self.config, status.update)
         if self.config.measure and os.environ["RANK"] != "0":
-            return DONE  # all ranks know the same, and one says it
-        if self.json is not None:  # first, so that whatever goes wrong behind it loses no measurement
+            return DONE  # all ranks have the same results, and one prints them
+        if self.json is not None:  # first, so that later errors lose no measurement
             from narrowband.report.record import provenance, write_json
 
             config = {"model": self.model, **asdict(self.config)}
