@@ -1,4 +1,4 @@
-"""What a decision for every layer saves, and what it costs: real gradients of a GPT, one process.
+"""Measure what a decision for every layer saves, and what it costs, with real gradients of a GPT in one process.
 
 The model is trained for some steps without compression, and the gradients of the last ones are added up, as a handle
 adds up averages between two decisions. Each row is one decision for that sum, among so many ranks: the bytes that a
@@ -32,7 +32,7 @@ from narrowband.units import format_loss
 
 __all__ = ["Config", "count", "run"]
 
-#: Gradients that are added up.
+#: Number of gradients that are added up.
 _LOOKS = 32
 
 #: The program alone, at the size of a large model: layers, choices. From a choice to the next the size falls by a
@@ -43,7 +43,7 @@ _FALL = 4.0
 _MOST_ERROR = 3.0
 _REPEATS = 5
 
-#: Among two ranks a rank sends as many bytes as its payload has, by whatever collective.
+#: Number of ranks for counting payloads alone: of two ranks, each sends its payload once, with any collective.
 _PAYLOADS_ALONE = 2
 
 _LEARNING_RATE = 1e-3
@@ -89,14 +89,14 @@ class Config:
 
 
 def count(config: Config) -> int:
-    """How many events :func:`run` will tell."""
+    """Return the number of events that :func:`run` reports."""
     return config.steps + len(config.references) * (1 + config.mixed) * len(config.ranks) + 1
 
 
 def run(
     config: Config, on_event: Callable[[str], None] = lambda _: None, plans: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Train, and decide.
+    """Train, plan at the error of each reference, and return one row per decision.
 
     Rows hold ``name``, ``ranks``, ``layers``, ``choices``, ``table_s``, ``solve_s``, ``decide_s``, ``share_of_epoch``,
     ``nbytes`` and ``reference_nbytes`` (that a rank sends in a step), ``times_fewer`` (the second over the first),
@@ -129,7 +129,7 @@ def run(
 
 
 def _file_name(name: str) -> str:
-    """Words of letters and digits: ``mixed, at powersgd:rank=4`` is in ``mixed-at-powersgd-rank-4-among-….json``."""
+    """Join words of letters and digits: ``mixed, at powersgd:rank=4`` → ``mixed-at-powersgd-rank-4-among-….json``."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", name)
 
 
@@ -174,7 +174,7 @@ def _decision(
 
 
 def _relative(errors: Iterable[float], norm: float) -> float | None:
-    """‖p − C(p)‖² / ‖p‖² over all layers, from the norms of their errors; None where the gradient is zero."""
+    """Compute ‖p − C(p)‖² / ‖p‖² over all layers from the norms of their errors; None if the gradient is zero."""
     return (math.hypot(*errors) / norm) ** 2 if norm else None
 
 
@@ -200,7 +200,7 @@ def _program(seed: int) -> dict[str, Any]:
 
 
 def _gradients(config: Config, on_event: Callable[[str], None]) -> tuple[dict[str, Tensor], float, int]:
-    """The sum of the last steps' gradients; the time of a step of one rank's share; windows of an epoch."""
+    """Return the sum of the last steps' gradients, the time of a step of one rank's share, and windows per epoch."""
     shape = MODELS[config.model]
     torch.manual_seed(config.seed)
     model = GPT(shape)

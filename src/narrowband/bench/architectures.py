@@ -1,7 +1,7 @@
-"""The zoo: architectures of transformers, timm and PyTorch, with random parameters, that memory is measured with.
+"""The zoo: architectures of transformers, timm and PyTorch, with random parameters, for measurements of memory.
 
-They are other people's, and nothing in narrowband knows their names, so what holds for them may hold for yours. Sizes
-are those of the smallest published member of a family, or a few narrow blocks of it where that is large.
+They come from other projects, and nothing in narrowband depends on their names, so results may hold for your model,
+too. Sizes are those of the smallest published model of a family or, if that is large, a few narrow blocks of it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Architecture(NamedTuple):
     """A model of another package.
 
     Attributes:
-        package: that it comes from; it has to be installed.
+        package: the package that has it, which must be installed.
         family: convolutions, attention over images, attention over text, or a recurrence.
-        build: a model and its inputs for a batch of so many samples.
+        build: makes the model and its inputs for a batch size.
     """
 
     package: str
@@ -37,12 +37,12 @@ class Architecture(NamedTuple):
 
     @property
     def is_installed(self) -> bool:
-        """Whether its package is there."""
+        """Return whether its package is installed."""
         return find_spec(self.package) is not None
 
 
 class _Logits(nn.Module):
-    """A model of transformers, of whose results only the logits are of use."""
+    """Wrap a model of transformers to return only its logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -73,10 +73,10 @@ def _of_timm(name: str, batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 class _Recurrent(nn.Module):
-    """Tokens, a recurrence over them, logits.
+    """A recurrent model from tokens to logits.
 
     Args:
-        cells: whether Python goes from token to token, so that thousands of small tensors are saved.
+        cells: whether to loop over tokens in Python, so that thousands of small tensors are saved.
     """
 
     def __init__(self, cells: bool) -> None:
@@ -137,7 +137,7 @@ ZOO: dict[str, Architecture] = {
     ),
     "efficientnet-b0": _image(
         "convolutions", "EfficientNet", width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280, image_size=224,
-        initializer_range=0.2,  # with its own 0.02 nothing reaches the first layers
+        initializer_range=0.2,  # with the default 0.02, no gradient reaches the first layers
     ),
     "mobilenet-v1": _image("convolutions", "MobileNetV1"),
     "mobilenet-v2": _image("convolutions", "MobileNetV2"),

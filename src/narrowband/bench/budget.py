@@ -1,19 +1,19 @@
-"""The fastest way to train a model within so much memory: what ``narrowband memory --budget`` looks for.
+"""Find the fastest way to train a model within a memory budget, for ``narrowband memory --budget``.
 
-Every kind of offer (:mod:`.offers`) is measured once, in steps in which all units of the model take it: bytes and
-seconds by unit, and what such a step holds for a moment and at the loss above what is kept. A knapsack then finds the
-fastest offers with which a step holds no more than it may. Parameters, the optimizer's state, residuals of gradient
-compression and inputs come on top. The choice is measured, too; where it holds more than the budget, the next one has
-so much less room.
+Every kind of offer (:mod:`.offers`) is measured once, in steps in which all units of the model use it: bytes and
+seconds by unit, and the memory that such a step needs temporarily and at the loss, beyond what is kept. A knapsack then
+finds the fastest offers with which a step stays within the room for it. Parameters, the optimizer's state, residuals of
+gradient compression and inputs are added to that. The choice is measured, too. If it takes more than the budget, the
+next choice has that much less room.
 
-What is counted are bytes of tensors, as :func:`torch.cuda.max_memory_allocated` counts them. A process on the CPU takes
-more, by what malloc makes of it: that is told beside it.
+The budget counts bytes of tensors, as :func:`torch.cuda.max_memory_allocated` does. A process on the CPU takes more
+memory, because of malloc; that number is reported, too.
 
-With every unit as it is, gradients are exact, and they are with recomputation from exact inputs. Kinds with which they
-are much further off than with 8 bits, as 4 bits often are, are offered only where a budget cannot be met otherwise.
+Gradients are exact if every unit is kept as it is, or recomputed from exact inputs. Kinds whose gradients are much less
+exact than with 8 bits, as often with 4 bits, are offered only if a budget cannot be met otherwise.
 
-Before units are measured as they are computed again, a step shows whether they can be. Where it fails, halves of them
-are tried, and halves of these, until every unit at fault is found. Recomputation is offered to all others.
+Before recomputation is measured, one step tests whether all units can be recomputed. If it fails, halves of the units
+are tested, and halves of these, until every unit at fault is found. Recomputation is offered to all others.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ from narrowband.feedback import Feedback, Layout, compression
 
 __all__ = ["Fit", "Job", "fit", "fit_shares", "residual_nbytes", "tensors_of"]
 
-#: Steps of every kind of offer: so many before, and so many of which the shortest counts.
+#: Steps of every kind of offer: untimed ones, and timed ones, of which the shortest counts.
 _WARM_UP, _TIMED = 2, 3
-#: How far the measured step may be from the sum of what was measured by unit, for that to be scaled to it.
+#: The units' times are scaled to the measured step by a factor that is clamped to this range.
 _SCALES = (0.3, 3.0)
-#: Recomputation that gives gradients further off than this does not compute the same again.
+#: If recomputation changes gradients by more than this share, it does not compute the same as the first run.
 _SAME = 1e-3
-#: How far gradients may be off with a kind that is always offered: so much, or so many times what they are in 8 bits.
+#: Largest gradient error of a kind that is always offered: this share, or this many times the error with 8 bits.
 _EXACT, _NEAR = 0.05, 1.5
-#: How often a choice is made anew with less room, since what it holds is more than was predicted.
+#: How often a choice is made again with less room, after it took more memory than predicted.
 _TRIES = 4
-#: Elements of the smallest tensor of which compress_gradients compresses gradients.
+#: Number of elements from which compress_gradients compresses a parameter's gradient.
 _COMPRESSED = 1024
 
 
@@ -82,7 +82,7 @@ _COMPRESSED = 1024
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained.
+    """A training job to find a policy for.
 
     Attributes:
         build: makes the model and its inputs: a function of a module, or a partial of one, since it goes to other
@@ -92,7 +92,7 @@ class Job:
         codec: with which gradients are compressed, for the residuals that its feedback keeps; None: they are not.
         device: cpu or cuda; CUDA where there is any, if not given.
         seed: of parameters and data.
-        alone: whether to see what a process takes that trains with the choice and does nothing else.
+        alone: whether to measure the memory of a process that only trains with the choice.
     """
 
     build: Callable[[], Subject]
@@ -106,13 +106,13 @@ class Job:
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step under a policy is like.
+    """The measurements of a step under a policy.
 
     Attributes:
-        saved: of its forward.
-        seconds: of the shortest.
-        alive: bytes of tensors that it holds at the highest, above those that are there throughout: until there is a
-            gradient of the model's result, and from then on.
+        saved: what its forward saved.
+        seconds: of the shortest step.
+        alive: the highest number of bytes of tensors, above those that exist throughout: until the gradient of the
+            model's result exists, and from then on.
         gradients: of all parameters, flat.
     """
 
@@ -124,11 +124,11 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Objection:
-    """Why modules cannot be computed again.
+    """The reason why modules cannot be recomputed.
 
     Attributes:
-        kind: of reason: modules with the same one share a sentence.
-        text: as the end of a sentence.
+        kind: of the reason. Modules with the same kind share a sentence.
+        text: the reason, as the end of a sentence.
     """
 
     kind: str
@@ -162,7 +162,7 @@ class _Bench:
         return _Step(saved, seconds, (loss, backward), found)
 
     def gradients(self) -> Tensor:
-        """Of all parameters, flat, in a step as it is."""
+        """Return the gradients of all parameters, flat, in a plain step."""
         torch.autograd.backward(scalar_of(self._forward()))
         found = gradients_of(self.model)
         self.model.zero_grad()
@@ -171,7 +171,7 @@ class _Bench:
     def objection(
         self, policy: ActivationPolicy, names: Iterable[str], *, exact: bool, wanted: Tensor | None
     ) -> _Objection | None:
-        """Why modules cannot be computed again under a policy; None: they can. It takes one step.
+        """Return why modules cannot be recomputed under a policy; None if they can. It takes one step.
 
         Args:
             policy: computes them again.
@@ -189,7 +189,7 @@ class _Bench:
             found = gradients_of(self.model)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a model has to say about being called twice
+        except Exception as error:  # a model that is called twice may raise anything
             return _Objection(type(error).__name__, _first_line(error))
         finally:
             self.model.zero_grad()
@@ -201,7 +201,7 @@ class _Bench:
         return None if text is None else _Objection(text, text)
 
     def forward_seconds(self, names: Iterable[str]) -> dict[str, float]:
-        """Of these modules' forward."""
+        """Return the seconds of these modules' forward."""
         found = dict.fromkeys(names, 0.0)
         begun: dict[str, float] = {}
 
@@ -236,29 +236,29 @@ class _Bench:
         return taken
 
     def _forward(self) -> Any:
-        torch.manual_seed(self._job.seed)  # what dropout leaves out is the same whatever the policy
+        torch.manual_seed(self._job.seed)  # dropout leaves out the same elements with every policy
         with torch.autocast(self.device, torch.bfloat16, enabled=self._job.amp):
             return self.model(*self.inputs)
 
 
 def _first_line(error: Exception) -> str:
-    """What an error is and says."""
+    """Return an error's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _off(found: Tensor, exact: Tensor) -> float:
-    """How far gradients are from exact ones, relative to these."""
+    """Return the norm of the gradients' error relative to the norm of exact ones."""
     difference = (found - exact).norm()
     return float(difference / exact.norm()) if difference else 0.0  # of zeros, too
 
 
 def tensors_of(model: nn.Module, inputs: Iterable[Any], optimizer: str, codec: str | None = None) -> dict[str, int]:
-    """What training holds throughout, in bytes: parameters, buffers, gradients, optimizer, residuals, inputs.
+    """Return the bytes that training holds throughout: parameters, buffers, gradients, optimizer, residuals, inputs.
 
     Args:
-        model: it.
-        inputs: of its forward; tensors count wherever they are in them.
+        model: the model.
+        inputs: of its forward; tensors inside containers count, too.
         optimizer: adamw, sgd, adafactor or adamw-8bit.
         codec: with which gradients are compressed; None: they are not.
 
@@ -285,7 +285,7 @@ _SHARED = "qmap"
 
 
 def _state_nbytes(parameters: Sequence[Tensor], optimizer: str) -> int:
-    """What an optimizer keeps of them, which is not those themselves."""
+    """Return the bytes that an optimizer keeps for the parameters, without the parameters themselves."""
     total = 0
     for shape, dtype in ((p.shape, p.dtype) for p in parameters if p.requires_grad):
         p = nn.Parameter(torch.zeros(shape, dtype=dtype))
@@ -298,8 +298,9 @@ def _state_nbytes(parameters: Sequence[Tensor], optimizer: str) -> int:
 
 
 def residual_nbytes(model: nn.Module, codec: str | None) -> int:
-    """Bytes that :func:`~narrowband.gradients.compress_gradients` keeps of a model with a spec, in matrices and larger
-    tensors of 1,024 elements or more, which are those that it compresses.
+    """Return the bytes of residuals that :func:`~narrowband.gradients.compress_gradients` keeps with a spec.
+
+    It compresses tensors of two or more dimensions with 1,024 elements or more.
 
     Raises:
         ValueError: there is no such spec.
@@ -322,7 +323,7 @@ def residual_nbytes(model: nn.Module, codec: str | None) -> int:
 
 
 class _Survey:
-    """All offers for a model, measured.
+    """Measure all offers for a model.
 
     Args:
         job: what is to be trained.
@@ -330,10 +331,10 @@ class _Survey:
 
     Attributes:
         bench: where it was measured.
-        plain: the step as it is.
+        plain: the plain step.
         units: of the model.
         offers: of each unit.
-        gradients: bytes of each unit's.
+        gradients: bytes of each unit's gradients.
         notes: sentences about what cannot be offered, to which units, and why.
     """
 
@@ -349,12 +350,12 @@ class _Survey:
         for name, parameter in self.bench.model.named_parameters():
             if parameter.requires_grad:
                 of = name.rpartition(".")[0]
-                # Of what saves nothing, as an embedding does, gradients come last.
+                # Modules that save nothing, such as an embedding, belong to the first unit, whose gradients come last.
                 at = next((at for at, unit in enumerate(self.units) if unit.has(of)), 0)
                 self.gradients[at] += parameter.nbytes
-        #: Modules that cannot be computed again, and from inputs of which bits: None is exact ones, or any.
+        #: Modules that cannot be recomputed, with the bits of the inputs; None: exact inputs, or any.
         self._refused: set[tuple[str, int | None]] = set()
-        #: Exact gradients, if another step gives them again.
+        #: Exact gradients, if another step reproduces them.
         self._repeats: Tensor | None = self.plain.gradients
         if not (off := _off(self.bench.gradients(), self.plain.gradients)) <= _SAME:
             self._repeats = None
@@ -532,14 +533,14 @@ class Fit:
 
 
 class _Search:
-    """The choice for a budget, tried and corrected."""
+    """Choose offers for a budget, measure the choice, and correct it."""
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say
         self._survey = survey = _Survey(job, say)
         bench = survey.bench
         self._tensors = tensors_of(bench.model, bench.inputs, job.optimizer, job.codec)
-        #: Gradients come and go with the step.
+        #: Bytes held throughout; without gradients, which exist only during a step.
         self.throughout = sum(self._tensors.values()) - self._tensors["gradients"]
         self.plain = self.throughout + max(survey.plain.alive)
 
@@ -563,7 +564,7 @@ class _Search:
         return self._fit(chosen, survey.bench.step(survey.named(chosen)), budget)
 
     def _chosen(self, room: int) -> list[Offer] | None:
-        """With gradients about as exact as those of 8 bits or, if that does not do, with any."""
+        """Choose among kinds with gradients about as exact as with 8 bits or, if none fit, among all kinds."""
         offers = self._survey.offers
         eight = max(offer.error for own in offers for offer in own if offer.kind == EIGHT)
         for most in (max(_EXACT, _NEAR * eight), math.inf):
@@ -577,7 +578,7 @@ class _Search:
         survey, measured = self._survey, self.throughout + max(step.alive)
         policy = survey.named(chosen)
         self._say("a step as it is, again")
-        plain_s = survey.bench.step(PLAIN).seconds  # right after the choice's, on a machine that others may use, too
+        plain_s = survey.bench.step(PLAIN).seconds  # right after the choice's step, since other load may vary
         return Fit(
             policy=policy,
             reached=measured <= budget,
@@ -605,12 +606,12 @@ class _Search:
 
 
 def fit(job: Job, budget: int, on_event: Callable[[str], None] | None = None) -> Fit:
-    """The policy with which training holds at most ``budget`` bytes of tensors and takes the least time.
+    """Find the policy with which training holds at most ``budget`` bytes of tensors and takes the least time.
 
     Args:
         job: what to train.
-        budget: bytes of parameters, gradients, the optimizer's state, residuals, inputs, activations, and whatever
-            operators need for a moment.
+        budget: bytes of parameters, gradients, the optimizer's state, residuals, inputs, activations, and temporary
+            memory of operators.
         on_event: called with what is being measured, in words.
 
     Raises:

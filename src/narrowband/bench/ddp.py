@@ -1,31 +1,30 @@
-"""A training step behind a link: how much longer than the same step with no communication at all?
+"""Measure how much longer a training step behind a link takes than the same step without communication.
 
-All rows live in the same rank processes: one model, optimizer and process group per row, with the same initial
-parameters and the same data. Rounds of steps go through the rows in turn. A round is a step that nobody times, which
-brings the row's memory back (a system may have taken it while other rows ran), and a block of consecutive steps between
-two barriers, timed as a whole; its time is that of the slowest rank, and a row's step time is the median over its
-rounds.
+All rows run in the same rank processes: one model, optimizer and process group per row, with the same initial
+parameters and the same data. Rows take turns in rounds of steps. A round is one untimed step, which brings the row's
+memory back (the system may have reclaimed it while other rows ran), and a block of consecutive steps between two
+barriers, timed as a whole. Its time is that of the slowest rank, and a row's step time is the median over its rounds.
 
-A machine that others use too is faster in one minute than in the next. So each round of a row comes right after a round
-of the row without communication, and ``ratio_to_compute`` is the median over rounds of what the one took over what the
-other took: not quite the ratio of the two step times, and steadier.
+The speed of a shared machine varies from minute to minute. So each round of a row comes right after a round of the row
+without communication, and ``ratio_to_compute`` is the median over rounds of the ratio of the two times. This differs
+slightly from the ratio of the two step times, and varies less.
 
-Two byte counts stand in each row, per step: what the library says that a rank sent (``sent_bytes_per_step``), and what
-the kernel counted on its machine's network card (``link_bytes_per_step``), protocol headers included.
+Each row has two byte counts per step: the bytes that a rank sent according to the library (``sent_bytes_per_step``),
+and those that the kernel counted on its machine's network card (``link_bytes_per_step``), including protocol headers.
 
-With ``sharded`` one model is sharded among all ranks by FSDP2, and rows say what gradients and parameters are
-compressed with; FSDP2 by itself stands beside them.
+With ``sharded``, FSDP2 shards one model among all ranks, and each row names the specs for gradients and parameters.
+Another row has plain FSDP2.
 
-With ``device="cuda"`` ranks train on this machine's GPUs, rank i on GPU i modulo their number: over NCCL where every
-rank has a GPU of its own, which NCCL asks for, and else over gloo, by way of the CPU's memory. A block of steps ends
-when the GPU has done it.
+With ``device="cuda"``, ranks train on this machine's GPUs, rank i on GPU i modulo their number. They communicate over
+NCCL if every rank has a GPU of its own, which NCCL requires, and else over gloo, through the CPU's memory. A block of
+steps ends when the GPU has finished it.
 
-One rank alone still does all the rest: every bucket is encoded, sent to nobody, and decoded. The first row is then DDP
-without a hook, so ``ratio_to_compute`` says what the library costs a step of that.
+A single rank still encodes and decodes every bucket, without sending it. The first row is then DDP without a hook, so
+``ratio_to_compute`` shows how much the library adds to a step of DDP.
 
 With several ranks per machine each spec has three rows: every rank sends to every other (``flat``); ranks sum inside
-their machine first (``levels``); and the model is sharded inside each machine (``fsdp2``). Beside these stands FSDP2
-with nothing sent between machines, and what PyTorch does by itself: DDP and HSDP.
+their machine first (``levels``); and the model is sharded inside each machine (``fsdp2``). Further rows have FSDP2 with
+nothing sent between machines, and PyTorch's own DDP and HSDP.
 
 ``run`` starts the ranks and puts the rows together; this module run as ``python -m`` is one rank.
 """
@@ -60,14 +59,14 @@ from narrowband.lab import LabConfig
 
 __all__ = ["NO_COMMUNICATION", "PLAIN", "Config", "backend_of", "run", "skip_communication"]
 
-#: The row that every other is measured against: a hook that sends nothing and returns the bucket at once.
+#: The row that all others are compared with: a hook that sends nothing and returns the bucket at once.
 NO_COMMUNICATION = "no-communication"
 
 #: The row of DDP without a hook.
 PLAIN = "torch: DDP fp32"
 
-#: Steps before anything is timed: DDP rebuilds its buckets after the first, compiled loops are loaded, PowerSGD's hook
-#: sends dense for two.
+#: Untimed first steps: DDP rebuilds its buckets after the first, compiled loops are loaded, and PowerSGD's hook sends
+#: uncompressed gradients for two.
 _WARM_UP_STEPS = 4
 
 _TIMEOUT = timedelta(seconds=120)
@@ -197,7 +196,7 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None
 
 
 def _merged(config: Config, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row from what each rank measured: the slowest rank's time per round, everyone's bytes on average."""
+    """Merge the measurements of all ranks into a row: the slowest rank's time per round, the mean of the bytes."""
     row: dict[str, Any] = {
         "codec": parts[0]["codec"],
         "rate": config.link,
@@ -234,12 +233,12 @@ _TIMES = ("encode_s", "wire_s", "decode_s", "waiting_s")
 
 
 def backend_of(device: Device, ranks: int, gpus: int, *, has_nccl: bool) -> str:
-    """By which backend so many ranks of a machine with so many GPUs reach each other: NCCL refuses two on one GPU."""
+    """Choose the backend for a number of ranks on a machine with a number of GPUs: NCCL refuses two ranks on a GPU."""
     return "nccl" if device == "cuda" and ranks <= gpus and has_nccl else "gloo"
 
 
 def skip_communication(model: DDP) -> None:
-    """Make backward send nothing: every rank's buckets are done as soon as they are full."""
+    """Make backward send nothing: buckets are done as soon as they are full."""
 
     def done(bucket: Any) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -255,9 +254,7 @@ _Attach = Callable[[Any, torch.optim.Optimizer], Any]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What distinguishes one row: its name, what is done to a DDP model to get it, and whether momentum is part of
-    that.
-    """
+    """The definition of a row: its name, what is attached to the DDP model, and whether that includes momentum."""
 
     codec: str
     attach: _Attach | None  # returns a handle with stats(), or None; None: nothing is done
@@ -306,7 +303,7 @@ def _on_two_levels(config: Config) -> list[_Kind]:
 
 @functools.lru_cache(maxsize=1)
 def _mesh(config: Config) -> DeviceMesh:
-    """Machines × ranks of each."""
+    """Return the mesh of machines × ranks on each."""
     return init_device_mesh("cpu", (config.nodes, config.per_node), mesh_dim_names=("nodes", "shards"))
 
 
@@ -315,7 +312,7 @@ def _chosen(spec: str) -> Compression | Plan:
 
 
 def _check(spec: str, model: str) -> None:
-    """Refuse what is no spec and no plan for the model, before a rank starts."""
+    """Check that ``spec`` is a spec or a plan for the model, before ranks start."""
     chosen = _chosen(spec)
     if isinstance(chosen, Plan):
         with torch.random.fork_rng(devices=[]):  # parameters are drawn, and thrown away
@@ -386,7 +383,7 @@ def _baselines() -> list[_Kind]:
 
 
 class _Row:
-    """One row on one rank: its model, and what was measured so far."""
+    """One row on one rank: its model and its measurements so far."""
 
     def __init__(self, kind: _Kind, config: Config, device: torch.device) -> None:
         self.kind = kind
@@ -416,7 +413,7 @@ class _Row:
         else:
             self._model = DDP(
                 model,
-                process_group=dist.new_group(timeout=_TIMEOUT),  # of its own: a row that fails takes no other with it
+                process_group=dist.new_group(timeout=_TIMEOUT),  # its own, so that a failing row affects no other
                 bucket_cap_mb=self.kind.bucket_cap_mb or self._config.bucket_mb,
                 gradient_as_bucket_view=True,
             )
@@ -432,11 +429,11 @@ class _Row:
         return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=momentum)
 
     def wake(self, tokens_SBL: Tensor) -> None:
-        """The first step of a round, which is not timed."""
+        """Take the first step of a round, which is not timed."""
         self._train(tokens_SBL[:1])
 
     def measure(self, tokens_SBL: Tensor) -> None:
-        """One timed round: as many steps as ``tokens_SBL`` holds batches."""
+        """Time one round: as many steps as ``tokens_SBL`` has batches."""
         before = self._handle.stats().total if self._handle is not None else None
         wait_for(self._device)
         cpu, start = time.process_time(), time.perf_counter()
@@ -486,7 +483,7 @@ class _Row:
 
 
 def _joined(row: _Row, job: Callable[[Tensor], None], tokens_SBL: Tensor) -> None:
-    """Do ``job`` on all ranks and wait for all; if it fails on any, the row is over on all."""
+    """Do ``job`` on all ranks and wait for all. If it fails on any rank, the row ends on all."""
     try:
         job(tokens_SBL)
     except Exception as error:  # whatever a baseline's hook raises is that row's result
@@ -499,7 +496,7 @@ def _joined(row: _Row, job: Callable[[Tensor], None], tokens_SBL: Tensor) -> Non
 
 
 def _join(config: Config, rank_process: RankProcess) -> torch.device:
-    """Meet the other ranks; returns where this one trains."""
+    """Join the other ranks, and return the device that this rank trains on."""
     gpus = torch.cuda.device_count() if config.device == "cuda" else 0
     device = torch.device("cuda", rank_process.rank % gpus) if gpus else torch.device("cpu")
     if gpus:
@@ -543,12 +540,12 @@ def _main(rank_process: RankProcess) -> None:
         dist.barrier()
         sent = transmitted(card) if card else 0
         _joined(row, row.measure, batches)
-        # All ranks have all they wait for by now, so everything that this one sent has left its card.
+        # By now all ranks have received everything, so all that this rank sent has left its network card.
         row.link_bytes += transmitted(card) - sent if card else 0
 
     for turn in range(config.rounds):
         batches = tokens(config.steps)
-        first = turn % len(others)  # so that no row always follows the same other
+        first = turn % len(others)  # vary the order, so that no row always follows the same other
         for row in others[first:] + others[:first]:
             if row.error is None and compute.error is None:
                 measure(compute, batches)

@@ -1,9 +1,9 @@
-"""The demo: one model trained on real text by AdamW, once per codec, from one seed.
+"""The demo: train one model on real text with AdamW, once per codec, from one seed.
 
-Every row starts from the same parameters, sees the same batches in the same order and takes the same number of steps;
-what differs is what the ranks send each other: gradients, or the updates that their optimizers make of them. Rows run
-one after the other in one set of rank processes, and each is written to ``rows/`` as soon as it is done, under a name
-that holds everything it depends on: ``resume`` takes it from there.
+Every row starts from the same parameters, sees the same batches in the same order and takes the same number of steps.
+Rows differ in what ranks send: gradients, or the updates that their optimizers make of them, and in the codec. Rows run
+one after the other in one set of rank processes. Each is written to ``rows/`` as soon as it is done, under a name that
+depends on everything that affects it, so that ``resume`` can reuse it.
 
 ``run`` starts the ranks; this module run as ``python -m`` is one rank.
 """
@@ -40,7 +40,7 @@ from narrowband.report.record import read_json, sources, versions, write_json
 
 __all__ = ["BASELINES", "Config", "run"]
 
-#: What compression has to beat. The first is the one that losses are compared with.
+#: The specs that compression has to beat. Losses are compared with those of the first.
 BASELINES = ("none", "fp16")
 
 #: Share of steps over which the learning rate rises; then it falls along a cosine to a tenth.
@@ -51,7 +51,7 @@ _BETAS = (0.9, 0.95)
 _DECAY = 0.1
 _CLIP = 1.0
 
-#: What a row's name begins with where ranks send updates, see :func:`narrowband.compress_updates`.
+#: Prefix of the name of rows in which ranks send updates, see :func:`narrowband.compress_updates`.
 _UPDATES = "updates "
 
 #: Windows of held-out text per rank: few while training, to draw a curve, more at the end.
@@ -63,7 +63,7 @@ _CURVE_POINTS = 10
 _UNTIMED_STEPS = 3
 _COMPUTE_STEPS = 12
 
-#: What a finished row has to hold to be taken again.
+#: Keys that a finished row must have to be reused.
 _ROW = ("codec", "sent_bytes_per_step", "step_s", "heldout_loss", "curve", "encode_s", "decode_s", "compute_s")
 
 
@@ -162,7 +162,7 @@ def run(
 
 
 def _key(config: Config, spec: str, text: Text) -> str:
-    """A file name that changes with anything that changes the row."""
+    """Return a file name that depends on everything that affects the row."""
     identity = asdict(config) | {"codecs": spec, "text": text.digest, "model": asdict(MODELS[config.model])}
     identity |= {"sources": sources(), **versions()}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -200,7 +200,7 @@ def _summary(config: Config, text: Text, rows: list[dict[str, Any]]) -> dict[str
 
 
 class _Trainer:
-    """A model on this rank, its data, and one step after the other."""
+    """Trains a model on this rank, step by step."""
 
     def __init__(self, config: Config, text: Text, rank: int, *, averages: bool = True) -> None:
         torch.manual_seed(config.seed)
@@ -225,7 +225,7 @@ class _Trainer:
         self._heldout_seed = config.seed * 1_000_003 + 500_000 + rank
 
     def step(self) -> float:
-        """One optimizer step; this rank's loss before it."""
+        """Take one optimizer step, and return this rank's loss before it."""
         x_BL, y_BL = batch_of(self._text.train, self.shape.batch, self.shape.sequence, self._batches)
         self.optimizer.zero_grad()
         loss = self._loss(self.model(x_BL), y_BL)
@@ -237,7 +237,7 @@ class _Trainer:
 
     @torch.no_grad()
     def heldout_loss(self, windows: int) -> float:
-        """Mean loss in nats per byte over ``windows`` windows of held-out text per rank, always the same ones."""
+        """Return the mean loss in nats per byte over the same ``windows`` windows of held-out text per rank."""
         generator = torch.Generator().manual_seed(self._heldout_seed)
         losses = []
         for start in range(0, windows, _CURVE_WINDOWS):
@@ -254,7 +254,7 @@ class _Trainer:
 
 
 def _compute_seconds(config: Config, text: Text, rank: int) -> float:
-    """Seconds of a step that sends nothing, at its slowest rank."""
+    """Measure the seconds of a step that sends nothing, on the slowest rank."""
     trainer = _Trainer(config, text, rank)
     assert trainer.ddp is not None
     skip_communication(trainer.ddp)
@@ -309,7 +309,7 @@ def _train_row(config: Config, spec: str, text: Text, process: RankProcess) -> d
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN: what is not finite is written as null."""
+    """Replace a value that is not finite by None, because JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 

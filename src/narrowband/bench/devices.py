@@ -1,4 +1,4 @@
-"""Where a benchmark's tensors live: on the CPU or on a GPU."""
+"""The device of a benchmark's tensors: the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.utils._pytree import tree_map
 
 __all__ = ["Device", "check_device", "default_device", "moved", "wait_for"]
 
-#: What users may ask for.
+#: The devices that users may choose.
 Device = Literal["cpu", "cuda"]
 
 
 def default_device() -> Device:
-    """CUDA where there is any."""
+    """Return ``cuda`` if there is a GPU, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_device(device: str | None) -> None:
-    """Refuse a device that is not here; None, the default, always is.
+    """Check that a device is available. None, the default, always is.
 
     Raises:
-        ValueError: it is none, or there is no CUDA here.
+        ValueError: there is no such device, or no CUDA here.
     """
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"device={device!r} is none of cpu, cuda")
@@ -32,11 +32,11 @@ def check_device(device: str | None) -> None:
 
 
 def moved(x: Any, device: str | torch.device) -> Any:
-    """A tensor, on a device, and so are those in tuples, lists and dictionaries; anything else as it is."""
+    """Move tensors to a device, also those in tuples, lists and dictionaries. Return other values as they are."""
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, x)
 
 
 def wait_for(device: str | torch.device) -> None:
-    """Return when a GPU has done all it was told; at once for the CPU."""
+    """Wait until a GPU has finished all its work; return at once for the CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

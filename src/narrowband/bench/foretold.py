@@ -1,16 +1,16 @@
-"""Predicted steps beside measured ones: does ``narrowband plan`` tell the truth?
+"""Compare the steps that ``narrowband plan`` predicts with measured ones.
 
-Behind each link, the ranks first measure what ``narrowband plan`` measures (a step of the model, codecs with its
-gradients, what a small message takes), all at the same time, since they share this machine's cores; every option is
-then simulated. After that the same ranks train, as in :mod:`narrowband.bench.ddp`, and how long steps take stands
-beside how long they were said to take. Nothing that was measured of these steps enters the predictions.
+Behind each link, the ranks first measure what ``narrowband plan`` measures: a step of the model, codecs with its
+gradients, and the time of a small message. All ranks measure at the same time, because they share this machine's cores.
+Then every option is simulated. After that the same ranks train, as in :mod:`narrowband.bench.ddp`, and the measured
+step times are compared with the predicted ones. No measurement of these steps enters the predictions.
 
-A machine that others use, too, is faster in one minute than in the next. So each row has a second prediction, of a
-processor as fast as it was when the row was measured: that of the step with nothing sent, right before each round. The
-error of the first is what a user meets; that of the second is the simulation's.
+The speed of a shared machine varies from minute to minute. So each row has a second prediction, for a processor as fast
+as when the row was measured; its speed is that of the step with nothing sent, right before each round. The error of the
+first prediction is the one that a user sees; that of the second is the error of the simulation.
 
-An error in seconds does no harm as long as the advice is right. So :func:`verdicts` looks at what would be chosen, and
-at what is said to be faster than DDP as it is, behind each link.
+An error in seconds does no harm as long as the advice is right. So :func:`verdicts` compares, for each link, the
+predicted best choice with the measured one, and the options that are faster than plain DDP.
 
 ``run`` starts the ranks and puts rows together; this module run as ``python -m`` is one rank.
 """
@@ -61,7 +61,7 @@ from narrowband.planning.host import PAUSE_S
 
 __all__ = ["MARGIN", "Config", "count", "run", "verdicts"]
 
-#: Steps that differ by no more are equally good choices.
+#: Options whose steps differ by at most this share are equally good choices.
 MARGIN = 0.1
 
 _SMALL, _LARGE = 2, 1 << 20  # elements of float32
@@ -109,7 +109,7 @@ class Config:
             self.session(rate, nodes)
 
     def session(self, rate: str, nodes: int) -> ddp.Config:
-        """What is measured behind one kind of link."""
+        """Return the configuration of the measurement behind one kind of link."""
         return ddp.Config(
             nodes=nodes,
             rate=rate,
@@ -124,7 +124,7 @@ class Config:
 
 
 def count(config: Config) -> int:
-    """How many events :func:`run` tells."""
+    """Return the number of events that :func:`run` reports."""
     return 2 * len(config.rates) * len(config.nodes)
 
 
@@ -135,7 +135,7 @@ def run(
     known: Sequence[dict[str, Any]] = (),
     keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Predict and measure.
+    """Predict and measure the steps of all options behind all links.
 
     Rows hold ``codec`` (a spec, or :data:`~narrowband.planning.DDP`), ``rate``, ``nodes``, ``predicted_step_s``,
     ``measured_step_s``, ``error`` (how far the prediction is from the measurement, as a share of that; None where a row
@@ -153,7 +153,7 @@ def run(
         RankError: a rank ended early.
     """
     rows: list[dict[str, Any]] = []
-    left = list(known)  # of links whose turn has not come yet
+    left = list(known)  # rows of links whose turn has not come yet
     for nodes, rate in itertools.product(config.nodes, config.rates):
         where = f"{nodes} ranks, {rate}"
         there = [row for row in left if (row["nodes"], row["rate"]) == (nodes, rate)]
@@ -174,7 +174,7 @@ def run(
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Whether what was predicted leads to the right choice: one entry for each link and number of ranks.
+    """Judge whether predictions lead to the right choice: one entry for each link and number of ranks.
 
     Entries hold ``rate``, ``nodes``, ``predicted_best`` and ``measured_best`` (what the shortest step is of; DDP, which
     is not to compress, is among them), ``slower_by`` (by which share of the best step that of the predicted best is
@@ -225,7 +225,7 @@ def _fastest(steps: Mapping[str, float]) -> str:
 
 
 def _sides(steps: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
-    """On which side of DDP each codec is, of predicted and measured steps."""
+    """Judge for each codec whether predicted and measured steps are on the same side of DDP's."""
     if DDP not in steps:
         return []
     found = []
@@ -246,7 +246,7 @@ def _sides(steps: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
 
 
 def _beside(row: dict[str, Any], profile: Profile, network: Network) -> dict[str, Any]:
-    """What is predicted of a row of ``bench ddp``, beside it."""
+    """Add the predictions for a row of ``bench ddp`` to it."""
     option, took = Option(None if row["codec"] == ddp.PLAIN else row["codec"]), row["step_s"]
     said = predict(profile, option, network)
     step_s = said.outcome.step_s
@@ -277,7 +277,7 @@ def _beside(row: dict[str, Any], profile: Profile, network: Network) -> dict[str
 
 
 def _measured(config: Config, rate: str, nodes: int) -> tuple[Profile, Network]:
-    """What ranks behind such links measure."""
+    """Let ranks behind such links measure the profile and the network."""
     found = run_ranks("narrowband.bench.foretold", asdict(config), LabConfig(nodes=nodes, rate=rate))
     profile = _profile(found[0]["profile"])
     host = Host(*(statistics.fmean(rank[key] for rank in found) for key in ("hop_s", "cpu_s_per_byte")))
@@ -285,7 +285,7 @@ def _measured(config: Config, rate: str, nodes: int) -> tuple[Profile, Network]:
 
 
 def _profile(fields: dict[str, Any]) -> Profile:
-    """The profile that a rank has sent as JSON."""
+    """Parse the profile that a rank has sent as JSON."""
     buckets = tuple(
         Bucket(
             **{
@@ -352,7 +352,7 @@ def _main(rank_process: RankProcess) -> None:
     profile = measured(measurement, {Cluster(ranks): chosen}, together)
     dist.barrier()
     hop_s, cpu_s_per_byte = _messages(ranks)
-    # All ranks share the cores that the lab gives them; each was measured while all others worked.
+    # Ranks share this machine's cores, and each was measured while all others worked.
     cores = (os.cpu_count() or 1) / ranks
     rank_process.finish(
         {
@@ -365,7 +365,7 @@ def _main(rank_process: RankProcess) -> None:
 
 
 def _messages(ranks: int) -> tuple[float, float]:
-    """Seconds of a hop of a small message, and of a core per byte of a large one."""
+    """Measure the seconds of a hop of a small message, and the seconds of a core per byte of a large one."""
     x, out = torch.zeros(_SMALL), torch.zeros(_SMALL * ranks)
     taken: list[float] = []
     for _ in range(_TIMES_SMALL):

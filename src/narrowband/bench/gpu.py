@@ -1,8 +1,8 @@
-"""All that is measured of a GPU, in one record: what ``narrowband bench gpu`` and ``make gpu`` do.
+"""Run all measurements of a GPU into one record, for ``narrowband bench gpu`` and ``make gpu``.
 
-Every part is a command in a process of its own, because an error of CUDA's is the end of the process that it happens
-in. A part that fails or takes too long is noted with what it said, and the others still run. What is known is handed
-on after each part, so that a machine which goes away leaves what it had done.
+Every part is a command in a process of its own, because a CUDA error makes its process unusable. If a part fails or
+takes too long, its last output is recorded, and the others still run. Results are handed on after each part, so that
+they survive if the machine goes away.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from xml.etree import ElementTree as ET
 
 __all__ = ["PARTS", "Config", "Part", "parts", "run"]
 
-#: What a command gets to write down what it has, once it was told to end.
+#: Seconds that a command gets to write its results after it was asked to end.
 _GRACE_S = 10.0
 
-#: Lines of what a part said that failed.
+#: Number of lines of a failed part's output to keep.
 _LINES = 3
 
-#: The tests of the loops, where there is a checkout: they come from whoever calls.
+#: The part that tests the loops. The caller gives its command, because tests exist in a checkout only.
 _BATTERY = "battery"
 
-#: Name → the seconds that it may take, 8 minutes in all, and the words of a ``narrowband bench``.
+#: Name → the limit in seconds (8 minutes in all), and the words of a ``narrowband bench`` command.
 PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
     _BATTERY: (200.0, ()),
     "kernels": (
@@ -78,13 +78,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Part:
-    """A command that measures something, and writes down what.
+    """A command that measures something and writes its results to a file.
 
     Attributes:
         name: of the part.
-        words: the command. The path of the file that it shall write is put behind it.
+        words: the command. The path of the file to write is appended.
         limit_s: seconds after which it is ended.
-        writes: ``json``, by ``--json FILE``, with rows; or ``junit``, by pytest's ``--junitxml FILE``.
+        writes: the format: ``json``, by ``--json FILE``, with rows; or ``junit``, by pytest's ``--junitxml FILE``.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Part:
 
 
 def parts(config: Config, battery: Sequence[str] = ()) -> list[Part]:
-    """The parts of a configuration.
+    """Return the parts of a configuration.
 
     Args:
         config: what to measure.
@@ -118,7 +118,7 @@ def parts(config: Config, battery: Sequence[str] = ()) -> list[Part]:
 
 
 def run(these: Sequence[Part], on_part: Callable[[dict[str, Any]], None]) -> None:
-    """Run parts, one after the other; what they print is printed.
+    """Run parts one after the other. Their output is printed.
 
     What is handed on of each holds ``part``, ``command``, ``seconds``, ``error`` (a sentence, or None), and what the
     command has written, its ``config`` and ``rows`` above all. Of tests the only row has how many ``tests`` there were,
@@ -157,7 +157,7 @@ def _measured(part: Part, folder: Path) -> dict[str, Any]:
 
 
 def _run(words: Sequence[str], limit_s: float, errors: Any) -> str | None:
-    """Run a command; what went wrong, or None."""
+    """Run a command, and return what went wrong, or None."""
     try:
         process = subprocess.Popen(words, stderr=errors)
     except OSError as error:
@@ -172,7 +172,7 @@ def _run(words: Sequence[str], limit_s: float, errors: Any) -> str | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that is still at work, first by asking: then it writes down what it has."""
+    """End a command that is still running. Ask it first, so that it can write its results."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)

@@ -1,6 +1,6 @@
-"""What takes seconds to import, and every rank on loopback needs. The fork server imports this module once.
+"""Import the modules that take seconds and that every rank on loopback needs. The fork server imports this module once.
 
-No thread may run in the server, and nothing that starts one: a forked process has no threads for it.
+The server must not start threads, because a forked process does not inherit them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from numba.core.registry import cpu_target
 
 from narrowband.kernels.backends import Backend
 
-# ``torch._dynamo`` because the first optimizer of a process imports it, and Numba's types because its first loop would
-# load them.
+# ``torch._dynamo``, because the first optimizer of a process imports it, and Numba's types, because its first loop
+# loads them.
 cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
 Backend("narrowband.kernels.cpu")
-gc.freeze()  # what is here is nobody's garbage: collections in ranks pass it by, and its pages stay shared
+gc.freeze()  # collections in ranks skip all objects so far, so that their pages stay shared
 
-# The server ends without shutting Python down: libraries that count what is left then (nanobind, behind Triton) would
-# print pages of it to the terminal, after the command has said its last word. Ranks end in this way, too.
+# The server exits without shutting Python down: at shutdown, libraries that count leaked objects (nanobind, behind
+# Triton) would print pages of them to the terminal, after the command's last output. Ranks exit in this way, too.
 if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
     atexit.register(os._exit, 0)

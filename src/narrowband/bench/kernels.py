@@ -1,19 +1,19 @@
-"""Each hot loop against ``y.copy_(x)`` of the same tensor: how far from memory speed is it?
+"""Time each hot loop against ``y.copy_(x)`` of the same tensor, to show how far it is from memory speed.
 
-A millisecond means little across machines, a ratio to a plain copy in the same run means the same everywhere. Loop and
-copy alternate, so both see the same neighbours; ``ratio_to_copy`` is the smallest time of the loop over the smallest
-time of the copy, because on a shared machine noise only adds. ``ratio_median``, the median of the ratios of
-neighbouring repeats, stands beside it: where the two differ much, the run was disturbed.
+Milliseconds cannot be compared across machines, but ratios to a plain copy in the same run can. Loop and copy
+alternate, so both see the same load. ``ratio_to_copy`` is the smallest time of the loop over the smallest time of the
+copy, because on a shared machine noise only adds time. ``ratio_median`` is the median of the ratios of neighbouring
+repeats: if the two differ much, the run was disturbed.
 
-``bandwidth_share`` compares with the copy by bytes: those that a loop has to read and write at least (each input once,
-each output once), per second, over the copy's. 1 is memory speed; loops whose bytes depend on the data have none.
+``bandwidth_share`` compares bytes per second with the copy's, counting the bytes that a loop has to read and write at
+least (each input once, each output once). 1 is memory speed. Loops whose bytes depend on the data have no such share.
 
-On a GPU (``device=cuda``) the device itself says when a loop begins and ends, and work before it keeps the device busy
-while the loop is launched: ``ms`` is the device's time, its waiting for the host included where a loop asks it for an
-answer. How long a call holds the host stands beside it as ``host_ms``. ``gigabytes_per_s`` says what the copy reaches.
+On a GPU (``device=cuda``), CUDA events time a loop, and work before it keeps the device busy while the loop is
+launched. So ``ms`` is the device's time; if a loop reads a result back in between, it includes the wait for the host.
+``host_ms`` is the time that a call occupies the host. ``gigabytes_per_s`` is the rate of the copy.
 
-Every repeat starts from a like state: what a loop changes is restored before it, outside the timed region. The copy
-goes into the tensor that loops write to, so that its place in memory favours neither.
+Every repeat starts from an equal state: what a loop changes is restored before it, outside the timed region. The copy
+writes to the same tensor as loops, so that the place in memory favours neither.
 """
 
 from __future__ import annotations
@@ -74,33 +74,33 @@ class Config:
 
 _BASELINE_REPEATS = 2
 _REST_S = 0.02
-#: What a GPU fills before a loop: longer than it takes to launch one, and than its caches.
+#: Bytes that a GPU fills before a loop: takes longer than launching the loop, and exceeds the caches.
 _AHEAD_NBYTES = 1 << 30
 
 
 def backends(config: Config) -> tuple[str, ...]:
-    """The names of what is measured."""
+    """Return the names of the backends that are measured."""
     fast, every = config.device, (config.device, "reference")
     return every if config.backend == "all" else (fast if config.backend == "fast" else "reference",)
 
 
 def loops() -> tuple[str, ...]:
-    """The names of all loops, in the order in which they run."""
+    """Return the names of all loops, in the order in which they run."""
     return tuple(LOOPS)
 
 
 def count(config: Config) -> int:
-    """How many rows :func:`run` yields."""
+    """Return the number of rows that :func:`run` yields."""
     return len(backends(config)) * len(_chosen(config)) + (len(BASELINES) + len(_others()) if config.baselines else 0)
 
 
 def _others() -> dict[str, tuple[str, Maker]]:
-    """What is timed of other packages: of those that are installed."""
+    """Return the loops of other packages that are installed."""
     return {name: found for name, found in OTHERS.items() if find_spec(found[0]) is not None}
 
 
 def _chosen(config: Config) -> tuple[str, ...]:
-    """Loops that there are on the device: samples of AQ-SGD are kept in the memory of the CPU."""
+    """Return the chosen loops that exist on the device: samples of AQ-SGD are kept in the memory of the CPU."""
     asked = config.loops or loops()
     return asked if config.device == "cpu" else tuple(name for name in asked if not name.startswith("aq-sgd"))
 
@@ -136,7 +136,7 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _made(make: Maker, data: Data, backend: Backend | None) -> Loop:
-    """A loop, with its tensors where the data is."""
+    """Make a loop, with its tensors on the device of the data."""
     place = cast("Any", torch.device(data.device))
     with place:
         return make(data, backend)
@@ -144,17 +144,17 @@ def _made(make: Maker, data: Data, backend: Backend | None) -> Loop:
 
 @dataclass(frozen=True)
 class _Taken:
-    """Seconds of one call, and those in which it held the host."""
+    """Seconds of one call, and seconds for which it occupied the host."""
 
     seconds: float
     host: float
 
 
 def _timed(body: Callable[[], object]) -> _Taken:
-    """One call on the CPU, begun when the machine is at rest.
+    """Time one call on the CPU, after a pause.
 
-    The pause keeps a loop out of the wake of the copy before it, whose worker threads may still hold a core. It is
-    spent awake, for a core that has slept is slow to begin with.
+    The worker threads of the copy before it may still occupy a core, so wait until they are idle. The wait is a busy
+    loop, because a core that has slept is slow at first.
     """
     end = time.perf_counter() + _REST_S
     while (start := time.perf_counter()) < end:
@@ -165,7 +165,7 @@ def _timed(body: Callable[[], object]) -> _Taken:
 
 
 def _timed_on_gpu(body: Callable[[], object]) -> _Taken:
-    """One call on the GPU, behind something that it is still busy with."""
+    """Time one call on the GPU, queued behind work that keeps it busy."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     ahead = torch.empty(_AHEAD_NBYTES, dtype=torch.uint8)
     torch.cuda.synchronize()

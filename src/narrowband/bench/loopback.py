@@ -1,10 +1,10 @@
-"""Ranks on this machine's loopback interface.
+"""Run ranks on this machine's loopback interface.
 
 A fork server (of ``multiprocessing``) imports PyTorch, Numba and narrowband once, and every rank of every run of this
-process is forked from it, so that no rank waits seconds for imports. Where a fork is not safe after such imports, on
-macOS, each rank is a new interpreter. Either way a rank runs its module as ``python -m`` would.
+process is forked from it, so that no rank waits seconds for imports. On macOS, where a fork after such imports is not
+safe, each rank is a new interpreter. Either way, a rank runs its module as ``python -m`` would.
 
-Everyone ends with the parent, however that ends: a rank watches it, and so does the server.
+All processes end with the parent, however it ends: every rank watches it, and so does the server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["IMPORTS", "end_with_parent", "run_on_loopback"]
 #: The module that the fork server imports.
 IMPORTS = "narrowband.bench.imports"
 
-#: What ranks get to end by themselves.
+#: Seconds that ranks get to end by themselves.
 _GRACE_S = 5.0
 _POLL_S = 0.01
 _SIGNALLED = 128  # exit codes above it: ended by a signal
@@ -48,7 +48,7 @@ def run_on_loopback(module: str, arguments: Sequence[str], nodes: int, log: Path
         log: the file that what ranks print is appended to.
 
     Returns:
-        0 when all ranks ended well, or else the exit code of the first that did not; 128 + n after signal n.
+        0 if all ranks succeeded, else the exit code of the first that failed; 128 + n after signal n.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -78,12 +78,12 @@ def run_on_loopback(module: str, arguments: Sequence[str], nodes: int, log: Path
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """How ranks are started."""
+    """Return the multiprocessing context that starts ranks."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([IMPORTS])  # counts where the server does not run yet
-    resource_tracker.ensure_running()  # the server would start it, and let SIGINT through behind that
+    context.set_forkserver_preload([IMPORTS])  # has an effect only if the server is not running yet
+    resource_tracker.ensure_running()  # otherwise the server would start it, and unblock SIGINT after that
     with _without_ctrl_c():
         forkserver.ensure_running()
     return context
@@ -91,9 +91,9 @@ def _context() -> multiprocessing.context.BaseContext:
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Keep Ctrl-C from processes that are started meanwhile, for good; this one hears it later.
+    """Block Ctrl-C permanently in processes that are started in this block; this process gets it afterwards.
 
-    The server imports for seconds before it ignores the signal by itself, and would print a traceback.
+    The server imports modules for seconds before it ignores the signal itself, and would print a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -115,8 +115,8 @@ def _first_failure(ranks: Sequence[BaseProcess]) -> int:
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
-    """End the ranks that are left, and what these started: first by asking."""
-    ranks = [rank for rank in ranks if rank.pid is not None]  # the others were interrupted as they started
+    """End the remaining ranks and the processes that they started. Ask them first."""
+    ranks = [rank for rank in ranks if rank.pid is not None]  # the others were interrupted while starting
     groups = [rank.pid for rank in ranks if rank.pid is not None]
     for how in (signal.SIGTERM, signal.SIGKILL):
         for group in groups:
@@ -129,12 +129,12 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
 
 
 def _signal(group: int, how: int) -> bool:
-    """Send a rank's process group a signal (0: none), and say whether there is anybody."""
+    """Send a signal (0: none) to a rank's process group, and return whether the group exists."""
     try:
         os.killpg(group, how)
     except PermissionError:
         return False
-    except ProcessLookupError:  # gone, or so young that it has no group of its own yet
+    except ProcessLookupError:  # it has ended, or has no process group of its own yet
         try:
             os.kill(group, how)
         except ProcessLookupError:
@@ -146,12 +146,12 @@ def _signal(group: int, how: int) -> bool:
 
 
 def _rank(module: str, arguments: list[str], environment: dict[str, str], directory: str, log: str) -> None:
-    """A rank's life."""
-    os.setsid()  # Ctrl-C reaches the parent alone, which then ends all ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server has it blocked
+    """Run a rank, from start to exit."""
+    os.setsid()  # Ctrl-C then reaches only the parent, which ends all ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server has blocked it
     try:
         output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    except FileNotFoundError:  # the parent was stopped as this rank started, and has taken its log along
+    except FileNotFoundError:  # the parent was stopped while this rank started, and has deleted its log
         os._exit(1)
     for standard in (1, 2):
         os.dup2(output, standard)
@@ -164,7 +164,7 @@ def _rank(module: str, arguments: list[str], environment: dict[str, str], direct
 
 
 def end_with_parent() -> None:
-    """In a process that :mod:`multiprocessing` has started: end it when the one that started it has ended, however."""
+    """End this process, which :mod:`multiprocessing` has started, when its parent has ended, however that ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,7 +1,7 @@
 """The hot loops that ``narrowband bench kernels`` times, each with the tensors that it needs.
 
-:data:`LOOPS` holds the loops of :mod:`narrowband.kernels`. :data:`BASELINES` holds the same jobs as a user would write
-them in plain torch, and :data:`OTHERS` those that other packages have.
+:data:`LOOPS` holds the loops of :mod:`narrowband.kernels`. :data:`BASELINES` holds the same operations as a user would
+write them in plain torch, and :data:`OTHERS` those of other packages.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["BASELINES", "LOOPS", "OTHERS", "Data", "Loop", "Maker"]
 
 #: The group of the quantizers and the density of the sparse loops, as in the table of targets.
 GROUP = 128
-#: Kept values that share their levels.
+#: Number of kept values that share their levels.
 _KEPT_GROUP = 256
 DENSITY = 0.001
-#: Where what is selected counts for more of the time.
+#: A higher density, at which the selected values take more of the time.
 _DENSER = 0.01
 #: Columns and rows of a matrix that is made orthonormal, whatever the size of the tensor.
 _TALL = (32, 4096)
@@ -41,7 +41,7 @@ _PLANE = (8, 112)
 
 @dataclass(frozen=True)
 class Loop:
-    """One thing to time, what puts back the state it needs, and how many bytes it has to read and write at least."""
+    """An operation to time, how to restore its state, and the bytes that it has to read and write at least."""
 
     body: Callable[[int], object]
     restore: Callable[[], object] | None = None
@@ -106,7 +106,7 @@ def _select(sampled: bool) -> Maker:
 
 
 def _take_difference(data: Data, backend: Any) -> Loop:
-    """An update and the parameters before it change places, so that two calls leave what was there."""
+    """Swap an update with the parameters before it, so that two calls restore the state."""
     base = data.normal(data.numel)
     return Loop(lambda _: backend.take_difference(data.y, base), lambda: data.y.copy_(data.x), nbytes=4 * data.x.nbytes)
 

@@ -1,20 +1,19 @@
-"""What backward keeps of a model's activations, in bytes and in time: plain, in few bits, and recomputed.
+"""Measure the memory of a model's saved activations, and the time of a step: plain, in few bits, and recomputed.
 
-``compare`` measures ways to train in less memory, and ``run`` those of a configuration. All rows live in one process
-and take turns, so that a machine that others use treats them alike; ``ratio_to_plain`` is the median over rounds of a
-row's step over the plain step right before it. A step is forward and backward, and what is timed follows a step of the
-same kind, as in training; on CUDA it ends when the device has done it. Before anything is timed every row takes three
-steps, of which the first has Triton compile its loops. Two measures of memory stand beside each other:
+``compare`` measures ways to train in less memory, and ``run`` those of a configuration. All rows run in one process and
+take turns, so that other load on the machine affects them alike. ``ratio_to_plain`` is the median over rounds of a
+row's step over the plain step right before it. A step is forward and backward. A timed step follows a step of the same
+kind, as in training; on CUDA it ends when the device has finished it. Before anything is timed, every row takes three
+steps, in the first of which Triton compiles its loops. There are two measures of memory:
 
 * ``kept_bytes``: what autograd keeps between forward and backward, every tensor's memory counted once, without
   parameters, buffers and inputs;
-* ``peak_bytes``: how far training takes memory above what is held before its first step, gradients and all that is
-  needed for a moment included: on CPU the resident set, of a process in which nothing else ever ran, since what malloc
-  makes of freed memory depends on all that came before; on CUDA the allocator's peak.
+* ``peak_bytes``: the peak of memory above what is held before the first step, including gradients and temporary memory.
+  On CPU it is the resident set of a process in which nothing else ever ran, because malloc's reuse of freed memory
+  depends on all that came before; on CUDA it is the allocator's peak.
 
-``footprint`` is what training takes as a whole, the model and its optimizer included: what has to fit into a machine.
-
-``survey`` says what each operator and module of one model keeps.
+``footprint`` is the memory of training as a whole, including the model and its optimizer, which has to fit into a
+machine. ``survey`` returns what each operator and module of one model keeps.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ __all__ = [
     "optimizer_of", "result_of", "run", "scalar_of", "survey",
 ]  # fmt: skip
 
-#: Nothing is compressed.
+#: The policy that compresses nothing.
 PLAIN = ActivationPolicy(bits="off")
 
 
 def _adamw_in_8_bits(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """That of bitsandbytes, which knows the CPU, too."""
+    """Make the 8-bit AdamW of bitsandbytes, which also runs on the CPU."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ModuleNotFoundError as error:
@@ -71,7 +70,8 @@ def _adamw_in_8_bits(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return made
 
 
-#: Name → optimizer, which keeps two numbers per parameter, one, one per row and column, and two of one byte.
+#: Name → optimizer. In order, they keep per parameter two numbers, one number, one per row and column of a matrix, and
+#: two numbers of one byte.
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, fused=True),
     "sgd": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
@@ -84,7 +84,7 @@ def optimizer_of(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimiz
     """One of :data:`OPTIMIZERS`.
 
     Raises:
-        ValueError: there is none of that name, or its package is missing.
+        ValueError: there is no optimizer of that name, or its package is missing.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer={name!r} is none of {', '.join(OPTIMIZERS)}")
@@ -403,8 +403,9 @@ def result_of(output: Any) -> Tensor:
 
 
 def scalar_of(output: Any) -> Tensor:
-    """Something to go backward from, of whatever a model returns: the cross-entropy of its first tensor's last
-    dimension, as if that were classes.
+    """Return a scalar to call backward on, from whatever a model returns.
+
+    This is the cross-entropy of the first tensor, with its last dimension as classes.
 
     Raises:
         ValueError: nothing in it needs gradients.
@@ -412,7 +413,7 @@ def scalar_of(output: Any) -> Tensor:
     x = result_of(output).float()
     if not x.dim() or x.shape[-1] < 2:
         return x.square().mean()
-    # Not a sum of squares, of which nothing goes back through a final norm: it makes all rows equally long.
+    # Not a sum of squares: a final norm makes all rows equally long, so its gradient would vanish there.
     rows = x.reshape(-1, x.shape[-1])
     return F.cross_entropy(rows, torch.arange(len(rows), device=x.device) % rows.shape[1])
 
@@ -435,7 +436,7 @@ def _beside(own: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[float |
 
 
 def gradients_of(model: nn.Module) -> Tensor:
-    """Of all its parameters, flat, in float64 on the CPU."""
+    """Return the gradients of all parameters, flat, in float64 on the CPU."""
     return torch.cat([p.grad.detach().reshape(-1).double().cpu() for p in model.parameters() if p.grad is not None])
 
 
@@ -481,10 +482,10 @@ def _alive_alone(way: Way, build: Callable[[], Subject], seed: int, threads: int
 
 
 def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu") -> list[int]:
-    """Bytes of tensors that are alive at once while something runs, at the highest, above those that were before.
+    """Return the peak of bytes of tensors that are alive at once while something runs, above those before it.
 
-    It is what PyTorch's allocator has given away, operators' own needs included, and does not depend on what malloc
-    makes of it.
+    These are the bytes that PyTorch's allocator has handed out, including temporary memory of operators. They do not
+    depend on malloc's behaviour.
 
     Args:
         run: called once, with a function that it may call where one part of it ends and another begins.
@@ -514,7 +515,7 @@ def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu")
         run(mark)
         mark()
         return peaks
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it says to all who have a terminal that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs each start and stop to the terminal
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     marks: list[int] = []
     Arena.pools = False
@@ -559,7 +560,7 @@ def footprint(way: Way, build: Callable[[], Subject], *, seed: int = 0, optimize
 
 
 def _alone(measure: Callable[..., int | None], way: Way, build: Callable[[], Subject], seed: int) -> int | None:
-    """What a function finds in a process that has done nothing else."""
+    """Run a measurement in a process that has done nothing else."""
     if not sys.platform.startswith("linux"):
         return None
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as alone:
@@ -604,7 +605,7 @@ def _train(row: _Row, optimizer: str) -> None:
 
 
 def _load(way: Way) -> None:
-    """Have all libraries and loops loaded that a step needs."""
+    """Load all libraries and loops that a step needs."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     own = way.policy
     named = {own.bits, *own.operators.values(), *own.modules.values()}
@@ -617,7 +618,7 @@ def _load(way: Way) -> None:
 
 
 def _begin_anew() -> None:
-    """The peak of the resident set, as Linux counts it."""
+    """Reset the peak of the resident set, as Linux counts it."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -652,7 +653,7 @@ def survey(model: nn.Module, inputs: tuple[Any, ...], policy: ActivationPolicy, 
             torch.autograd.backward(scalar_of(output))
             model.zero_grad()
     except Exception as error:
-        if not is_out_of_memory(error):  # whose is it? The model's own comes without us, too
+        if not is_out_of_memory(error):  # find out whether the model raises it without compression, too
             with torch.autocast(device, torch.bfloat16, enabled=amp), users_errors("the model's forward raised"):
                 output = model(*inputs)
             loss = scalar_of(output)

@@ -1,16 +1,16 @@
-"""What a model's parts may be offered for their activations, and the fastest offers that fit into a room.
+"""Ways to keep the activations of a model's parts (offers), and the search for the fastest ones that fit into memory.
 
-A model is cut into *units*: the blocks that it repeats, and what lies around them. Each unit has *offers*: to keep what
-its backward needs as it is, in 8 or 4 bits, in 8 bits but for one operator, or to keep only its inputs, as they are or
-in 8 bits, and to compute the rest again; for a whole block or for one of its parts.
+A model is cut into *units*: the blocks that it repeats, and the modules around them. Each unit has *offers*: keep what
+its backward needs as it is, in 8 or 4 bits, or in 8 bits except for one operator; or keep only its inputs, as they are
+or in 8 bits, and recompute the rest, for a whole block or for one of its parts.
 
 A step holds more than what is kept. Backward goes through the units from the last to the first. When it is at unit i,
-there is what units up to i keep, what unit i has just computed again, the gradients of the parameters from unit i on,
-and what operators need for a moment:
+memory holds what units up to i keep, what unit i has just recomputed, the gradients of the parameters from unit i on,
+and temporary memory of operators:
 
     alive = max over i of (Σ_{j ≤ i} kept_j + again_i + moment_i + Σ_{j ≥ i} gradients_j)
 
-And before that, at the loss, there is all that is kept, and what the loss needs.
+Before that, at the loss, memory holds all that is kept, and what the loss needs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = [
     "units_of",
 ]  # fmt: skip
 
-#: A unit is cut into its children where it keeps more than this share of all, and there are repeated blocks inside.
+#: A unit is cut into its children if it keeps more than this share of all bytes, and has repeated blocks inside,
 _LARGE = 1 / 16
-#: And where it keeps more than this, whatever is inside.
+#: or if it keeps more than this share, whatever is inside.
 _VERY_LARGE = 1 / 3
-#: A block's part, or an operator, is looked at alone where it keeps this share of all.
+#: A part of a block, or an operator, gets offers of its own if it keeps this share of all bytes.
 WORTH_A_LOOK = 0.05
-#: Into which the room is cut for the knapsack.
+#: Number of equal grains that the knapsack divides the room into.
 _GRAINS = 10_000
 
 
@@ -44,8 +44,8 @@ class Unit:
 
     Attributes:
         name: of the module.
-        whole: with the modules inside of it; else it is what the module saves itself.
-        nested: whether there are any.
+        whole: whether it includes the modules inside; else it is only what the module saves itself.
+        nested: whether there are modules inside.
         parts: names of its children that have modules inside and keep much.
     """
 
@@ -55,25 +55,25 @@ class Unit:
     parts: tuple[str, ...] = ()
 
     def has(self, module: str) -> bool:
-        """Whether the module of that name belongs to it."""
+        """Return whether the module of that name belongs to the unit."""
         return module == self.name or (self.whole and (not self.name or module.startswith(f"{self.name}.")))
 
     def patterns(self) -> list[str]:
-        """Of the modules that belong to it."""
+        """Return patterns of the modules that belong to the unit."""
         inside = f"{self.name}.*" if self.name else "*"
         return [self.name, inside] if self.whole and self.nested else [self.name]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a unit may be offered.
+    """A kind of offer: one way to keep a unit's activations.
 
     Attributes:
         name: in words.
         bits: of what it keeps.
-        without: an operator that is left as it is.
-        again: the part that is computed again; "" is the whole unit, None nothing.
-        inputs: bits of what that part is computed from.
+        without: an operator whose tensors are kept as they are.
+        again: the part that is recomputed; "" is the whole unit, None nothing.
+        inputs: bits of the inputs that the part is recomputed from.
     """
 
     name: str
@@ -83,16 +83,16 @@ class Kind:
     inputs: Literal[8] | None = None
 
     def fits(self, unit: Unit) -> bool:
-        """Whether there is such an offer for a unit."""
+        """Return whether a unit can have an offer of this kind."""
         whole = unit.whole and unit.name != ""
         return self.again is None or (whole and (not self.again or self.again in unit.parts))
 
     def module(self, unit: Unit) -> str:
-        """The module of a unit that is computed again, where it has such an offer."""
+        """Return the module of a unit that is recomputed with this kind."""
         return f"{unit.name}.{self.again}" if self.again else unit.name
 
     def rules(self, unit: Unit) -> dict[str, Any]:
-        """The patterns of a policy that is off everywhere else."""
+        """Return this kind's patterns for a policy that is off everywhere else."""
         rules: dict[str, Any] = {}
         for pattern in unit.patterns() if self.bits else ():
             rules[pattern] = self.bits
@@ -112,16 +112,17 @@ AGAIN = (Kind("recomputed", again=""), Kind("recomputed from 8 bits", again="", 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a kind costs one unit.
+    """The measured cost of a kind for one unit.
 
     Attributes:
         kind: of the offer.
         kept: bytes between forward and backward.
-        again: bytes that are there while its backward runs, since they are computed again.
-        moment: bytes that operators need meanwhile.
-        error: norm of the difference from exact gradients over the norm of these, where all units have this kind.
-        loss: bytes beside all that is kept until there is a gradient of the model's result; the last unit's counts.
-        seconds: that it makes a step longer.
+        again: recomputed bytes, which exist while the unit's backward runs.
+        moment: temporary bytes of operators meanwhile.
+        error: norm of the difference from exact gradients over the norm of these, if all units have this kind.
+        loss: bytes besides all that is kept, until the gradient of the model's result exists; only the last unit's
+            value counts.
+        seconds: by which it makes a step longer.
     """
 
     kind: Kind
@@ -134,7 +135,7 @@ class Offer:
 
 
 def alive(offers: Sequence[Offer], gradients: Sequence[int] = ()) -> int:
-    """Bytes that a step holds at its highest.
+    """Return the largest number of bytes that a step holds.
 
     Args:
         offers: of units in the order of forward.
@@ -153,12 +154,11 @@ def alive(offers: Sequence[Offer], gradients: Sequence[int] = ()) -> int:
 
 
 def cheapest(units: Sequence[Sequence[Offer]], room: int, gradients: Sequence[int] = ()) -> list[Offer] | None:
-    """The offers, one for each unit, that take the least time and with which a step holds no more than ``room`` bytes;
-    None if there are none.
+    """Find the fastest offers, one for each unit, with which a step holds at most ``room`` bytes; None if none fit.
 
-    A knapsack, by dynamic programming: for every unit, and every number of bytes that units up to it may keep, the
-    least time. Bytes are rounded up to ten-thousandths of the room, so they are never more than that; choices that
-    come closer to it than one of these for every unit may be missed.
+    This is a knapsack, solved by dynamic programming over units and the bytes that units so far may keep. Bytes are
+    rounded up to ten-thousandths of the room (grains), so a choice never exceeds the room. Choices that leave less than
+    a grain per unit free may be missed.
 
     Args:
         units: offers of each, in the order of forward.
@@ -203,7 +203,10 @@ def cheapest(units: Sequence[Sequence[Offer]], room: int, gradients: Sequence[in
 
 
 def smallest(units: Sequence[Sequence[Offer]], gradients: Sequence[int]) -> list[Offer]:
-    """The offers with which a step holds the fewest bytes. Whatever the bound, every unit may be as it is."""
+    """Find the offers with which a step holds the fewest bytes.
+
+    There is a choice for every bound, because every unit may be kept as it is.
+    """
     bounds = sorted({offer.again for offers in units for offer in offers})
     kept = [[min((o for o in own if o.again <= bound), key=lambda o: o.kept) for own in units] for bound in bounds]
     return min(kept, key=lambda offers: alive(offers, gradients))

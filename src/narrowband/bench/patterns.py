@@ -1,9 +1,9 @@
-"""Fewer patterns for the same policy.
+"""Express a policy with fewer patterns.
 
-A search names every block of a model by itself. Blocks whose names differ in numbers alone often have the same, and one
-pattern may stand for them: ``blocks.*`` for all, or ``blocks.[0-9]`` and ``blocks.1[01]`` for the first twelve.
-Patterns are as :mod:`fnmatch` has them, where ``*`` stands for dots, too. So whether a shorter policy means the same is
-not argued: what both decide is compared, for every module of the model.
+A search names every block of a model separately. Blocks whose names differ in numbers alone often have the same rule,
+and one pattern may match them: ``blocks.*`` for all, or ``blocks.[0-9]`` and ``blocks.1[01]`` for the first twelve.
+Patterns are those of :mod:`fnmatch`, where ``*`` matches dots, too. So a shorter policy is verified by comparing what
+both policies decide for every module of the model.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How much training goes on while peers die, freeze and come back: rounds of real processes, disturbed by script.
+"""Measure how much training goes on while a script kills, freezes and restarts peers, with rounds of real processes.
 
-Peers are processes on this machine. A step's computing is a wait of fixed length, as if each had a machine for itself,
-so that what is measured is what the disturbances cost, and not how processes share cores. Everything else is real: a
-model, its optimizer, exchanges, the store.
+Peers are processes on this machine. The compute of a step is a wait of fixed length, as if each peer had a machine of
+its own, so that the measurement shows the cost of the disturbances, and not how processes share cores. Everything else
+is real: a model, its optimizer, exchanges, the store.
 
-The same run is measured twice, undisturbed and disturbed, and compared by *goodput*: optimizer steps that the run has
-taken in, of all peers together, per second. A peer that is dead takes no steps, which no protocol can help; goodput of
-those *present* leaves out the peer's share of the time in which it was dead or frozen.
+The same run is measured twice, undisturbed and disturbed, and compared by *goodput*: the optimizer steps of all peers
+that the rounds took in, per second. A dead peer takes no steps, which no protocol can prevent. So the goodput of peers
+*present* leaves out each peer's share of the time in which it was dead or frozen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Config", "run"]
 #: Of the model: a matrix in, one out.
 _WIDTH, _HIDDEN = 256, 1024
 
-#: A peer that says nothing for so long has hung.
+#: A peer that reports nothing for this many seconds has hung.
 _SILENCE_S = 300.0
 
 

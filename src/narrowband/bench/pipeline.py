@@ -1,12 +1,12 @@
-"""A pipeline behind slow links: tokens per second and loss of several ways to compress what crosses its boundaries.
+"""Train a pipeline behind slow links, and compare tokens per second and loss of ways to compress its boundaries.
 
-A GPT of small width and large batches, so that its activations are large beside its arithmetic, is cut into one stage
-per rank and trained on real text by PyTorch's 1F1B schedule. All rows live in the same rank processes, with equal
-initial parameters, and take turns: an epoch of one, an epoch of the next. The last epochs are compared.
+A GPT of small width and large batches, so that its activations are large relative to its arithmetic, is cut into one
+stage per rank and trained on real text by PyTorch's 1F1B schedule. All rows run in the same rank processes, with equal
+initial parameters, and take turns epoch by epoch. The last epochs are compared.
 
-Two bounds stand beside each row. ``compute_s`` is the step of a row that sends next to nothing. ``link_s`` is what its
-bytes need on the busiest rank's link, as the kernel counted them there. The longer of the two is what its bytes allow:
-``share_of_allowed`` is that over the step that was measured.
+Each row has two lower bounds of the step. ``compute_s`` is the step of a row that sends next to nothing. ``link_s`` is
+the time that the row's bytes need on the busiest rank's link, as the kernel counted them there. ``share_of_allowed`` is
+the longer of the two over the measured step.
 
 ``run`` starts the ranks and puts the rows together; this module run as ``python -m`` is one rank.
 
@@ -38,7 +38,7 @@ from narrowband.pipeline import Channel
 
 __all__ = ["BASELINE", "COMPUTE", "Config", "parts_of", "run"]
 
-#: The row that sends next to nothing, and so takes what the arithmetic takes; it learns nothing.
+#: The row that sends next to nothing, so that its step takes only the time of the arithmetic. It learns nothing.
 COMPUTE = "next to nothing"
 _COMPUTE_SPEC = "randomk:density=0.0001"
 BASELINE = "torch: PipelineStage"
@@ -117,7 +117,7 @@ class Config:
 
 
 def specs_of(row: str) -> tuple[str, str]:
-    """What a row compresses activations and gradients with."""
+    """Return the specs of a row for activations and for gradients."""
     forward, slash, backward = row.partition("/")
     return forward, backward if slash else forward
 
@@ -210,10 +210,10 @@ class _Last(nn.Module):
 
 
 def parts_of(model: GPT, stages: int) -> list[nn.Module]:
-    """A GPT as consecutive parts with as many blocks each; put one after the other they are the model.
+    """Cut a GPT into consecutive parts with equal numbers of blocks.
 
     Raises:
-        ValueError: its blocks cannot be shared evenly.
+        ValueError: the number of blocks is not divisible by the number of stages.
     """
     number, rest = divmod(len(model.blocks), stages)
     if rest or stages < 2:

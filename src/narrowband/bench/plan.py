@@ -47,15 +47,15 @@ from narrowband.planning.network import Pair, link_of, measure_pairs
 
 __all__ = ["LINKS", "Config", "Found", "Report", "run", "usable_cores"]
 
-#: For a range of machines, the links that they may be behind where nobody says which, in bits per second.
+#: Default links for a range of machines, in bits per second.
 LINKS = (10e6, 30e6, 100e6, 300e6, 1e9, 3e9, 10e9, 30e9, 100e9)
 
-#: Seconds in which all ranks have to come, once torchrun has started them.
+#: Seconds in which all ranks have to join, once torchrun has started them.
 _ARRIVAL_S = 300.0
 #: Seconds that a rank may take to build the model, or to measure one thing; gloo's own patience.
 _PATIENCE_S = 1800.0
 
-#: A machine whose steps differ so much is busy with something else.
+#: If the measured steps differ by this share, the machine is busy with something else.
 _BUSY = 0.25
 
 
@@ -141,7 +141,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured, what is predicted of it, and what to do."""
+    """The predictions for one cluster and link, and the advice."""
 
     profile: Profile
     network: Network
@@ -149,7 +149,7 @@ class Found:
     advice: Advice
 
     def rows(self) -> list[dict[str, Any]]:
-        """JSON-able: ``name``, ``spec``, ``levels``, ``every``, ``collective``, ``step_s`` and its parts,
+        """Return JSON-able rows: ``name``, ``spec``, ``levels``, ``every``, ``collective``, ``step_s`` and its parts,
         ``sent_bytes_per_step``, ``link_bytes_per_step``, ``residual_bytes``, ``loss`` and ``loss_command``.
         """
         return [
@@ -173,7 +173,7 @@ class Found:
         return 4 * self.profile.numel if by_nesterov else 0
 
     def summary(self) -> dict[str, Any]:
-        """What to do, JSON-able."""
+        """Return the advice, JSON-able."""
         advice, cluster = self.advice, self.network.cluster
         return {
             "nodes": cluster.nodes,
@@ -188,7 +188,7 @@ class Found:
         }
 
     def plan(self) -> Plan:
-        """What is advised, as a plan."""
+        """Return the advised option as a plan."""
         return plan_of(self.profile, self.advice.row.option, self.network.cluster)
 
 
@@ -210,7 +210,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What makes the figures doubtful."""
+        """Return reasons to doubt the figures."""
         if self.profile.spread <= _BUSY:
             return []
         note = (
@@ -220,7 +220,7 @@ class Report:
         return [note]
 
     def record(self) -> dict[str, Any]:
-        """Everything, JSON-able."""
+        """Return everything, JSON-able."""
         pairs = {"pairs": [asdict(pair) for pair in self.pairs]} if self.pairs else {}
         measured = {"profile": asdict(self.profile), "host": asdict(self.host), **pairs}
         advice = [each.summary() for each in self.found]
@@ -254,7 +254,7 @@ def run(model: str, config: Config, on_event: Callable[[str], None] = lambda _: 
 
 
 def _run_together(model: str, config: Config, on_event: Callable[[str], None]) -> Report:
-    """The same among ranks that torchrun has started, all at the same time, on the links that there are."""
+    """Measure and predict among ranks that torchrun has started, all at the same time, on the real links."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "--measure is for ranks that torchrun has started: torchrun --nnodes 2 … -m narrowband.cli plan "
@@ -285,7 +285,7 @@ def _measured_together(model: str, config: Config, meeting: Meeting, on_event: C
                 "ranks on each; narrowband lab --nodes 2 emulates them"
             )
         cluster = Cluster(ranks // per_node, per_node)
-        _options(config, cluster)  # what cannot be predicted there is refused before anything is measured
+        _options(config, cluster)  # raises for options that cannot be predicted, before anything is measured
         on_event("building")
         subject = _built(model, config)
     lockstep.compare("the model", _about(subject))
@@ -310,7 +310,7 @@ def _measured_together(model: str, config: Config, meeting: Meeting, on_event: C
             begin("measuring links")
             pairs = measure_pairs(cluster.nodes, cluster.per_node)
             link, latency_s = link_of(pairs, cluster.nodes)
-            # The same on all ranks: the profile of the slowest, whom the others wait for.
+            # All ranks use the profile of the slowest rank, which the others wait for.
             profiles: list[Profile] = [profile] * ranks
             dist.all_gather_object(profiles, profile)
             slowest = max(profiles, key=lambda each: each.compute_s)

@@ -1,8 +1,9 @@
-"""Start the ranks of a benchmark, hear from rank 0 while they work, collect what each of them found.
+"""Start the ranks of a benchmark, receive events while they work, and collect the result of each.
 
 A benchmark is a module that every rank runs as ``python -m MODULE DIRECTORY``, with torchrun's environment variables.
-The directory is all they share with the parent: ``config.json`` goes in, rank 0 appends progress to ``events.jsonl``
-(:meth:`RankProcess.tell`), each rank leaves its result in ``rank<N>.json`` (:meth:`RankProcess.finish`).
+Ranks share only the directory with the parent: the parent writes ``config.json``, rank 0 appends progress to
+``events.jsonl`` (:meth:`RankProcess.tell`), and each rank writes its result to ``rank<N>.json``
+(:meth:`RankProcess.finish`).
 
 Ranks run on this machine's loopback (:class:`Loopback`, no rights needed) or behind emulated links
 (:class:`narrowband.lab.LabConfig`). Either way they end when their parent does, however it ends.
@@ -40,10 +41,10 @@ _MAX_SEED = 2**31
 
 
 class RankError(RuntimeError):
-    """A rank of a benchmark ended with an error; the message holds the end of what the ranks said.
+    """A rank of a benchmark ended with an error. The message holds the end of the ranks' output.
 
     Attributes:
-        sentence: what happened, without what the ranks said; it names the file that holds all of that.
+        sentence: what happened, without the ranks' output; it names the file that holds the output.
     """
 
     def __init__(self, sentence: str, output: str = "") -> None:
@@ -65,7 +66,7 @@ class Loopback:
 
     @property
     def ranks(self) -> int:
-        """As many."""
+        """The number of ranks, one per node."""
         return self.nodes
 
 
@@ -107,7 +108,7 @@ def run_ranks(
 
 
 class RankProcess:
-    """The worker side: this rank's place, its configuration, and its way to talk to the parent."""
+    """The side of a rank: its place, its configuration, and its communication with the parent."""
 
     def __init__(self, directory: str) -> None:
         self.rank = int(os.environ["RANK"])
@@ -127,7 +128,7 @@ class RankProcess:
             file.write(line)  # in one piece, so that ranks do not write into each other's lines
 
     def claim(self, what: str) -> bool:
-        """Whether this rank is the first to claim it: for work that each piece of is done by one rank alone."""
+        """Return whether this rank is the first to claim a piece of work, which one rank alone shall do."""
         try:
             (self._directory / f"claimed-{what}").touch(exist_ok=False)
         except FileExistsError:
@@ -135,10 +136,10 @@ class RankProcess:
         return True
 
     def finish(self, result: Any) -> NoReturn:
-        """Leave this rank's result for the parent, wait until all ranks have, and end this process.
+        """Write this rank's result for the parent, wait until all ranks have done so, and end this process.
 
-        The interpreter does not shut down. There, a thread of gloo's that still has to let go of a tensor takes the
-        process down with it, and the process group of a row that failed may never end.
+        The interpreter does not shut down normally, because a thread of gloo that still holds a tensor would then crash
+        the process, and the process group of a failed row might never end.
         """
         target = self._directory / f"rank{self.rank}.json"
         unfinished = target.with_suffix(".tmp")

@@ -1,7 +1,7 @@
-"""Whether modules compute the same when backward runs them again.
+"""Check whether modules compute the same when backward runs them again.
 
-The results of both runs of a module are compared, in one step. So a model may be random without being asked to repeat
-itself from step to step: what is random in one module says nothing against another one.
+The results of both runs of a module are compared within one step. So a model may be random from step to step, and a
+random module is no objection to another one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["Reruns"]
 
 
 class Reruns:
-    """First and second runs of modules in one step.
+    """Compare the first and second runs of modules in one step.
 
     Args:
         model: that is trained.
         names: of the modules that backward runs again.
-        most: how far results of the second run may be from the first, relative to it, and count as the same.
+        most: the largest relative difference between the results of both runs that counts as the same.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -51,7 +51,7 @@ class Reruns:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around forward and backward. Second runs go to their end, though backward may need less."""
+        """Wrap forward and backward. Second runs are completed, even if backward needs less."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(set_checkpoint_early_stop(False))
             for name, module in self._modules.items():
@@ -59,12 +59,12 @@ class Reruns:
             yield
 
     def forward_is_done(self) -> None:
-        """What is called from now on is called again."""
+        """Mark the end of forward: later calls are second runs."""
         self._buffers = {name: buffer.clone() for name, buffer in self._all_buffers()}
 
     @property
     def objection(self) -> str | None:
-        """Why these modules cannot be run again, as the end of a sentence; None: they can."""
+        """Return why these modules cannot be run again, as the end of a sentence; None if they can."""
         if self._differs:
             return "its second run computes something else than the first"
         before = self._buffers or {}

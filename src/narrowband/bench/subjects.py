@@ -1,6 +1,6 @@
-"""The models whose memory is measured: those that come with narrowband, and users' own from a file.
+"""The models whose memory is measured: those of narrowband, and users' own from a file.
 
-What a user's file raises becomes one sentence with the line it comes from.
+An error in a user's file becomes one sentence that names the line.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def subject(name: str, batch: int) -> Subject:
 
 
 def tried(name: str, batch: int, device: str = "cpu") -> Subject:
-    """:func:`subject` on a device, whose forward was run once there to see that it takes its inputs; backward keeps
-    nothing of that.
+    """Make a :func:`subject` on a device. Run its forward once, without gradients, to check its inputs.
+
+    Models that come with narrowband are not checked.
 
     Raises:
         ValueError: as :func:`subject` does, or forward raises an error.
@@ -128,7 +129,7 @@ def _function(path: str, function: str, name: str) -> Callable[[int], Any]:
 
 @contextlib.contextmanager
 def _importing_beside(path: str) -> Iterator[None]:
-    """Scripts import what lies beside them."""
+    """Let a script import modules from its own folder."""
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
     try:

@@ -1,8 +1,8 @@
-"""What one saved tensor costs, by its size: what ``narrowband bench memory --tensors`` measures.
+"""Measure what one saved tensor costs, by its size, for ``narrowband bench memory --tensors``.
 
-A chain of layers that save one tensor each, and compute next to nothing, takes steps in three ways that take turns: as
-PyTorch keeps tensors; with the context around them, which leaves every tensor as it is; and with every tensor packed.
-The difference to plain steps, over the number of tensors, is what one of them costs, forward and backward together.
+A chain of layers that save one tensor each, and compute next to nothing, trains in three ways that take turns: plain;
+inside the context, with every tensor kept as it is; and with every tensor packed. The difference to plain steps, over
+the number of tensors, is the cost of one tensor, forward and backward together.
 """
 
 from __future__ import annotations

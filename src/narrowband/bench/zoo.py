@@ -1,7 +1,7 @@
-"""Memory and time of many architectures: what ``narrowband bench memory --zoo`` measures.
+"""Measure memory and time of many architectures, for ``narrowband bench memory --zoo``.
 
-Every architecture is measured in a process of its own, with the batch whose plain step takes long enough to be trained
-with: plain steps and steps in few bits take turns, as in :mod:`~narrowband.bench.memory`.
+Every architecture is measured in a process of its own, with a batch whose plain step takes long enough. Plain steps and
+steps in few bits take turns, as in :mod:`~narrowband.bench.memory`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def count(config: Config) -> int:
 
 
 def run(config: Config, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
-    """A row for every architecture, as soon as it is measured.
+    """Yield a row for every architecture, as soon as it is measured.
 
     Rows hold ``name``, ``family``, and either ``skipped``, a sentence, or ``batch``, ``plain_s``, ``ratio_to_plain``
     with the rounds' ``ratios``, ``kept_bytes``, ``kept_share`` of what a plain step keeps, ``peak_share`` of the bytes
@@ -127,9 +127,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def profile(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where the time goes in each family: seconds in which an operator's tensors are packed and restored, over those of
-    the plain step, the mean over the family's architectures; the largest first. And what is left of the whole
-    difference between both steps: hooks, and memory that is cold or new.
+    """Return where the time goes in each family, the largest share first.
+
+    The share of an operator is the time in which its tensors are packed and restored, over the plain step; it is the
+    mean over the family's architectures. The rest of the difference between both steps is due to hooks, and to memory
+    that is cold or new.
 
     Returns:
         Rows of ``family``, ``architectures``, ``whole``, ``rest``, and ``operators``: name → share.

@@ -119,7 +119,7 @@ class Adapt:
         choices = self.choices or None
         accordion = Accordion(low=self.low, high=self.high, eta=self.eta)
         made: dict[Name, Policy] = {}
-        if self.policy == "kmeans":  # its constructor checks more than the others'
+        if self.policy == "kmeans":  # created only on request: it needs scikit-learn
             made["kmeans"] = KMeans(self.reference, choices, self.clusters)
         elif self.policy.startswith("lgreco"):
             reference: str | Policy = self.reference if self.policy == "lgreco" else accordion
