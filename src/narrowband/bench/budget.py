@@ -388,7 +388,7 @@ class _Survey:
             yield Kind(f"in 8 bits with {part} recomputed", 8, again=part, inputs=8)
 
     def policy(self, kinds: Sequence[Kind]) -> ActivationPolicy:
-        """Of units that have these."""
+        """Return the policy of units that have these kinds."""
         rules: dict[str, Any] = {}
         for unit, kind in zip(self.units, kinds, strict=True):
             rules |= kind.rules(unit)
@@ -447,7 +447,7 @@ class _Survey:
             )
 
     def _at_fault(self, kind: Kind, those: Sequence[int]) -> dict[int, _Objection]:
-        """Of these units those that cannot be computed again, and why."""
+        """Return those of these units that cannot be recomputed, and why."""
         policy = self.policy(self._where(kind, [at in those for at in range(len(self.units))]))
         names = [kind.module(self.units[at]) for at in those]
         objection = self.bench.objection(policy, names, exact=kind.inputs is None, wanted=self._repeats)

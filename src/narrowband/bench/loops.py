@@ -254,7 +254,7 @@ def _fixed_encode(data: Data, backend: Any) -> Loop:
 
 
 def _fixed_decode(data: Data, backend: Any) -> Loop:
-    """Of a packet of two slices one is known; the other is added to what has arrived."""
+    """Decode a packet of two slices of which one is known, and add the other to what has arrived."""
     codes, half = _fixed_point(data), data.numel // 2
     return Loop(lambda _: backend.fixed_decode(codes[half:][:half], codes, [0], data.y.view(torch.int32)[:half]))
 

@@ -333,7 +333,7 @@ def compare(
     for row in rows:
         tell(row.way.name)
         row.step()
-        row.step()  # ranges are known, loops compiled, caches filled
+        row.step()  # learns ranges, compiles loops, fills caches
         torch.manual_seed(seed)  # dropout leaves out the same elements in all rows
         saved = row.step(counted=True)
         assert saved is not None
@@ -450,7 +450,7 @@ def _checkpoint_blocks(model: nn.Module) -> None:
 
 
 def _peak(row: _Row, build: Callable[[], Subject], seed: int) -> int | None:
-    """Bytes; None where nobody tells."""
+    """Measure the peak in bytes; None if the system does not report it."""
     if row.device != "cpu":
         row.model.zero_grad()
         gc.collect()
@@ -472,7 +472,7 @@ def _alive(row: _Row, build: Callable[[], Subject], seed: int) -> int | None:
 
 
 def _alive_alone(way: Way, build: Callable[[], Subject], seed: int, threads: int) -> int:
-    """Of the third step."""
+    """Measure the peak of bytes of tensors in the third step."""
     torch.set_num_threads(threads)
     row = _Row(way, build, "cpu", seed)
     row.step()
@@ -568,7 +568,7 @@ def _alone(measure: Callable[..., int | None], way: Way, build: Callable[[], Sub
 
 
 def _peak_alone(way: Way, build: Callable[[], Subject], seed: int, threads: int) -> int | None:
-    """Of the third step, above the model and its inputs."""
+    """Measure the peak of memory in the third step, above the model and its inputs."""
     torch.set_num_threads(threads)
     _load(way)
     row = _Row(way, build, "cpu", seed)
@@ -584,7 +584,7 @@ def _peak_alone(way: Way, build: Callable[[], Subject], seed: int, threads: int)
 
 
 def _footprint_alone(optimizer: str, way: Way, build: Callable[[], Subject], seed: int, threads: int) -> int | None:
-    """Of three steps, with the model."""
+    """Measure the peak of memory over three steps, including the model."""
     torch.set_num_threads(threads)
     _load(way)
     try:
@@ -597,7 +597,7 @@ def _footprint_alone(optimizer: str, way: Way, build: Callable[[], Subject], see
 
 
 def _train(row: _Row, optimizer: str) -> None:
-    """Three steps."""
+    """Train for three steps."""
     made = optimizer_of(optimizer, row.model.parameters())
     for _ in range(3):
         row.step()

@@ -90,7 +90,7 @@ class Config:
 
 
 def run(config: Config, on_event: Callable[[dict[str, Any]], None] = lambda _: None) -> list[dict[str, Any]]:
-    """The undisturbed run, and then the disturbed one: a row each.
+    """Do the undisturbed run, and then the disturbed one; return a row for each.
 
     A row has ``name``, ``rounds``, ``steps`` (of all peers, as far as rounds took them in), ``seconds``, ``goodput``
     (steps per second), ``absent_s`` (seconds of peers that were dead or frozen, added up), ``slowest_s`` (the longest
@@ -117,7 +117,7 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] = lambda _: N
 
 
 class _Run:
-    """One run: starts peers, disturbs them, and listens."""
+    """One run: starts peers, disturbs them, and receives their events."""
 
     def __init__(self, config: Config, disturbed: bool, on_event: Callable[[dict[str, Any]], None]) -> None:
         self._config, self._disturbed, self._on_event = config, disturbed, on_event
@@ -166,7 +166,7 @@ class _Run:
         self._peers[name] = process, ours
 
     def _listen(self) -> None:
-        """Until all peers are done."""
+        """Receive events until all peers are done."""
         config, waiting = self._config, dict(self._peers)
         killed_at = frozen_at = None
         plan = {"kill": config.kill, "rejoin": config.rejoin, "freeze": config.freeze} if self._disturbed else {}
@@ -210,7 +210,7 @@ class _Run:
                 self._took_part["1"] = []
 
     def _note(self, name: str, event: dict[str, Any]) -> None:
-        """A peer has applied a round."""
+        """Record that a peer has applied a round."""
         number = event["round"]
         if number not in self._first:
             self._first[number] = time.monotonic()
@@ -221,7 +221,7 @@ class _Run:
 
 
 def _peer(told: dict[str, Any], pipe: Connection) -> None:
-    """One peer, from its beginning to the last round."""
+    """Run one peer, from its start to the last round."""
     torch.set_num_threads(1)
     torch.manual_seed(told["seed"])
     model = nn.Sequential(nn.Linear(_WIDTH, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _WIDTH))

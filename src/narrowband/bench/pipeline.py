@@ -153,7 +153,7 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None
 
 
 def _step(parts: list[dict[str, Any]]) -> float:
-    """Seconds of a step: of the slowest rank, median over steps."""
+    """Return the seconds of a step: the median over steps of the slowest rank's time."""
     slowest: list[float] = [max(times) for times in zip(*(part["step_s"] for part in parts), strict=True)]
     return statistics.median(slowest)
 
@@ -241,7 +241,7 @@ class _Row:
         torch.manual_seed(config.seed)
         self._part = parts_of(GPT(config.shape()), config.nodes)[rank]
         self._optimizer = torch.optim.AdamW(self._part.parameters(), lr=_LEARNING_RATE, fused=True)
-        group = dist.new_group()  # of its own: messages of two rows never meet
+        group = dist.new_group()  # its own, so that messages of two rows never mix
         place = torch.device("cpu")
         if name == BASELINE:
             self.stage = PipelineStage(self._part, rank, config.nodes, place, group=group)
@@ -298,7 +298,7 @@ class _Row:
         return found
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Messages and bytes that the library says it sent."""
+        """Return the messages and bytes that were sent according to the library."""
         if self.name == BASELINE:
             return {"forward": (0, 0), "backward": (0, 0)}
         return {direction: (stats.messages, stats.sent_bytes) for direction, stats in self.stage.stats().items()}

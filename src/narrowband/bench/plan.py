@@ -168,7 +168,7 @@ class Found:
         ]
 
     def _momentum_nbytes(self, row: Row) -> int:
-        """Of DiLoCo's outer step, which keeps that of every parameter."""
+        """Return the bytes of momentum of DiLoCo's outer step, which has one number for every parameter."""
         by_nesterov = row.option.every and outer_of(row.option, row.fact) == "nesterov"
         return 4 * self.profile.numel if by_nesterov else 0
 
@@ -324,7 +324,7 @@ def _measured_together(model: str, config: Config, meeting: Meeting, on_event: C
 
 
 def _about(subject: Subject) -> dict[str, Any]:
-    """What is averaged, in a few words: links may be slow."""
+    """Summarize what is averaged in few bytes, because links may be slow."""
     shapes = {name: tuple(x.shape) for name, x in subject[0].named_parameters() if x.requires_grad}
     return {
         "the number of parameters": len(shapes),
@@ -334,7 +334,7 @@ def _about(subject: Subject) -> dict[str, Any]:
 
 
 def _built(model: str, config: Config) -> Subject:
-    """A model that takes its inputs; the same on every rank."""
+    """Build the model, equal on every rank, and check that it takes its inputs."""
     torch.manual_seed(config.seed)
     return tried(model, config.batch)
 

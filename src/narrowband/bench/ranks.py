@@ -125,7 +125,7 @@ class RankProcess:
         """Send the parent an event, whichever rank this is."""
         line = json.dumps(event).encode() + b"\n"
         with (self._directory / "events.jsonl").open("ab", buffering=0) as file:
-            file.write(line)  # in one piece, so that ranks do not write into each other's lines
+            file.write(line)  # in one call, so that lines of ranks do not mix
 
     def claim(self, what: str) -> bool:
         """Return whether this rank is the first to claim a piece of work, which one rank alone shall do."""
@@ -158,7 +158,7 @@ def transmitted(card: str) -> int:
 
 
 def received(card: str) -> int:
-    """Bytes that the kernel has received on it."""
+    """Bytes that the kernel has received on this network card, likewise."""
     return _counters(card)[0]
 
 
@@ -186,7 +186,7 @@ def _following(path: Path, on_event: Callable[[dict[str, Any]], None] | None) ->
         with path.open() as file:
             rest = ""
             while True:
-                last = done.is_set()  # looked at before reading, so nothing written earlier is missed
+                last = done.is_set()  # checked before reading, so that nothing written earlier is missed
                 *lines, rest = (rest + file.read()).split("\n")
                 try:
                     for line in lines:
@@ -215,7 +215,7 @@ _CHAINED = ("The above exception was", "During handling of the above")
 
 
 def _rank_error(code: int, log: Path) -> RankError:
-    """What is known of a failure: the first error of the log, and a copy of the log that outlives this process."""
+    """Make the error of a failure: the first error of the log, and a copy of the log that outlives this process."""
     output = log.read_text(errors="replace").strip()
     if code > _SIGNALLED:
         name = signal.Signals(code - _SIGNALLED).name if code - _SIGNALLED in set(signal.Signals) else "a signal"

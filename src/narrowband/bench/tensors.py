@@ -68,7 +68,7 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
         ways = [_way(config.layers, policy) for policy in (None, kept, packed)]
         for way in ways:
             _step(*way, x)
-            _step(*way, x)  # ranges are known
+            _step(*way, x)  # learns ranges
         taken: list[list[float]] = [[], [], []]
         for turn in range(config.rounds):
             for at in range(3):
@@ -89,7 +89,7 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _way(layers: int, policy: ActivationPolicy | None) -> tuple[nn.Module, Any]:
-    # A weight in front, or there is no backward.
+    # The first layer has a weight, because without one there is no backward.
     model = nn.Sequential(nn.LayerNorm(_WIDTH, bias=False), *(nn.Tanh() for _ in range(layers)))
     return model, nullcontext() if policy is None else compress_activations(model, policy=policy)
 

@@ -69,7 +69,7 @@ class Config:
 
 
 def count(config: Config) -> int:
-    """How many rows a run has."""
+    """Return the number of rows of a run."""
     return len(config.names or ZOO)
 
 
@@ -156,7 +156,7 @@ def profile(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sentence(rows: Sequence[dict[str, Any]]) -> str:
-    """What was found, for people."""
+    """Summarize the results in a sentence."""
     try:
         found = summary(rows)
     except ValueError as error:
@@ -170,7 +170,7 @@ def sentence(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def foretold(rows: Sequence[dict[str, Any]]) -> str:
-    """How well budgets were met and predicted, for people."""
+    """Say in a sentence how well budgets were met and predicted."""
     found = [budget for row in rows for budget in row.get("budgets", ())]
     if not found:
         return sentence(rows)
@@ -264,7 +264,7 @@ def _compared(name: str, config: Config) -> dict[str, Any]:
 
 
 def _batch(name: str, config: Config) -> int:
-    """A power of two, the smallest with which a plain step is long enough."""
+    """Return the smallest power of two with which a plain step is long enough."""
     batch = 1
     while True:
         build = functools.partial(subject, name, batch)
