@@ -1,14 +1,14 @@
-"""The second place where compression is used: between the stages of a model that is split over machines.
+"""Compression of pipeline parallelism: activations and gradients between the stages of a model split over machines.
 
 ===================  ===============================================================================
 :mod:`.stage`        a stage of PyTorch's pipeline engine that sends and receives payloads
-:mod:`.transfers`    what it sends and receives while it computes
-:mod:`.boundary`     the same between two layers of one process
-:mod:`.pairs`        the channels of a boundary
+:mod:`.transfers`    on the CPU: sends and receives of a stage that overlap with its computation
+:mod:`.boundary`     a boundary simulated between two layers of one process
+:mod:`.pairs`        the channels of a boundary, two for each tensor
 :mod:`.channel`      one tensor in one direction: order, warm-up, statistics, state
-:mod:`.carriers`     how tensors travel: alone, compensated, by sample, at places of the other direction
-:mod:`.agreement`    what neighbouring stages tell each other before the first step
-:mod:`.warmup`       compiles the loops that a boundary needs, at set-up
+:mod:`.carriers`     how tensors travel: without feedback, with it, by sample, at the other direction's indices
+:mod:`.agreement`    checks before the first step that neighbouring stages have the same configuration
+:mod:`.warmup`       compiles at set-up the loops that a boundary needs
 ===================  ===============================================================================
 """
 
@@ -26,7 +26,7 @@ __all__ = ["At", "Boundary", "Channel", "ChannelStats", "CompressedStage"]
 
 
 def __getattr__(name: str) -> Any:
-    """PyTorch's pipeline engine takes seconds to import: only who uses it waits for it."""
+    """Import :class:`CompressedStage` on first use: PyTorch's pipeline engine takes seconds to import."""
     if name == "CompressedStage":
         from narrowband.pipeline.stage import CompressedStage
 

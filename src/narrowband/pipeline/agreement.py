@@ -1,4 +1,4 @@
-"""What two neighbouring stages tell each other before the first step: what they were set up with, and their samples."""
+"""Checks before the first step that two neighbouring stages have the same configuration and the same sample buffers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Neighbour", "agree"]
 
 
 class Neighbour(NamedTuple):
-    """A stage that another rank has, beside one of this rank's.
+    """A stage on another rank that is next to a stage on this rank.
 
     Attributes:
-        own, other: which stages these are.
-        rank: of the other; global.
-        group: both ranks are in it.
-        device: where the group's tensors are.
+        own, other: the indices of this rank's stage and of the neighbouring one.
+        rank: the global rank of the other stage.
+        group: a process group that both ranks are in.
+        device: the device of the tensors that the group exchanges.
     """
 
     own: int
@@ -34,8 +34,8 @@ class Neighbour(NamedTuple):
     device: torch.device
 
     def exchange(self, message: bytes) -> bytes:
-        """Send a message of any length, and receive the other's."""
-        if self.own < self.other:  # one of the two sends first
+        """Send a message of any length, and return the one that the other stage sends."""
+        if self.own < self.other:  # the lower stage sends first, so that the two do not wait for each other
             self._send(message)
             return self._receive()
         theirs = self._receive()
@@ -59,15 +59,15 @@ class Neighbour(NamedTuple):
 
 
 def agree(neighbour: Neighbour, channels: ChannelPairs, *, compress_in_eval: bool, step: int) -> None:
-    """Compare what both ends of a boundary were told, and go on with the samples that both hold.
+    """Check that both ends of a boundary have the same configuration, and drop sample buffers that only one end has.
 
     Args:
-        neighbour: at the other end.
-        channels: of this end.
-        compress_in_eval, step: of the stage at this end.
+        neighbour: the stage at the other end.
+        channels: the channels of this end.
+        compress_in_eval, step: the values of the stage at this end.
 
     Raises:
-        ValueError: the ends differ.
+        ValueError: the two ends differ.
     """
     own = json.dumps([*channels.identity(), compress_in_eval, step])
     theirs = neighbour.exchange(own.encode()).decode()

@@ -1,7 +1,7 @@
-"""A boundary between two stages of a model, in one process: to find out what compression there does to training.
+"""A boundary between two pipeline stages, simulated in one process, to measure what compression there does to training.
 
-What goes through is compressed and restored exactly as it would be between two machines, by the same channels with the
-same seeds; :class:`~narrowband.pipeline.CompressedStage` trains to the same losses.
+A boundary compresses and restores tensors with the same channels and seeds as two machines would;
+:class:`~narrowband.pipeline.CompressedStage` trains to the same losses.
 """
 
 from __future__ import annotations
@@ -32,43 +32,45 @@ log = logging.getLogger("narrowband")
 
 
 class Boundary(nn.Module):
-    """Compresses the activation that goes through it, and on the way back its gradient.
+    """Compress the activation that passes through in forward, and its gradient in backward.
 
-    Put it between layers where a pipeline would cut the model. Several tensors go through side by side, each with
-    buffers of its own; what is not floating point, or empty, goes through as it is.
+    Put it between layers where a pipeline would cut the model. It takes one tensor or several; each has its own
+    buffers. Tensors that are empty or not floating point pass through unchanged.
 
     Args:
         forward: the spec for activations, see :class:`Channel`. ``topk:density=0.1,scope=sample`` keeps a tenth of
-            every sample, so that none is silenced.
-        backward: the spec for their gradients. With ``topk:density=0.1,reuse=forward`` these are the elements that were
-            chosen forward, and no indices travel.
-        index: which boundary of the model, from 0. Boundaries with one index draw the same random numbers.
-        seed: of stochastic rounding.
-        warmup_steps: so many training steps are uncompressed at first.
-        warmup_epochs: the same, counted in epochs: call :meth:`set_epoch` at the beginning of each.
-        microbatches: passes that make a training step; also calls before one backward, as in a siamese net.
-        compress_in_eval: whether to compress in ``model.eval()``, too, with buffers as they are. A model that was
+            every sample, so that no sample is dropped altogether.
+        backward: the spec for their gradients. ``topk:density=0.1,reuse=forward`` keeps the elements that were chosen
+            in forward, so no indices are sent.
+        index: which boundary of the model this is, from 0. Boundaries with the same index draw the same random numbers.
+        seed: the seed of stochastic rounding.
+        warmup_steps: how many training steps are uncompressed at first.
+        warmup_epochs: the same in epochs: call :meth:`set_epoch` at the beginning of each.
+        microbatches: forward passes per training step; also the number of calls before one backward, as in a siamese
+            net.
+        compress_in_eval: whether to compress in ``model.eval()``, too, without changing buffers. A model that was
             trained with compression needs it when it is evaluated (Rudakov et al. 2023, arXiv 2401.07788).
 
     Attributes:
         compress_in_eval: as given; may be changed at any time.
-        samples: for ``aq-sgd``: the ids, int64 (B,), of the samples that go through next. Used once.
+        samples: for ``aq-sgd``: the ids, int64 (B,), of the samples of the next call. Reset to None by that call.
 
     Raises:
-        ValueError: a spec that is none.
-        UnsupportedError: one that cannot work between stages; or, in backward, a checkpoint that runs it again.
+        ValueError: a spec is not valid.
+        UnsupportedError: a spec cannot work between stages; or, in backward, activation checkpointing runs the boundary
+            again.
 
     Example:
         >>> model = nn.Sequential(*layers[:4], nb.Boundary("topk:density=0.1", "topk:density=0.1"), *layers[4:])
         >>> loss(model(x), y).backward()
         >>> print(model[4].stats())
 
-    Buffers are in the module's ``state_dict``. Of ranks that train one model ``torch.distributed.checkpoint`` keeps the
-    buffers of one alone; for those of all, save one file per rank. Under ``torch.compile`` a graph ends in front of a
-    boundary, and another one begins behind it. Dynamo makes no graphs of a loop that is interrupted so, such as that of
-    ``nn.Sequential``: compile the parts in front and behind instead. A part that activation checkpointing runs twice
-    must not have a boundary in it: the second run is an error, since it would send another message. A boundary that
-    compresses in neither direction logs a warning, once.
+    Buffers are in the module's ``state_dict``. Where several ranks train one model, ``torch.distributed.checkpoint``
+    keeps the buffers of one rank only; to keep all of them, save one file per rank. Under ``torch.compile`` a boundary
+    breaks the graph. Dynamo compiles no loop with a graph break in it, such as that of ``nn.Sequential``: compile the
+    parts before and after the boundary instead. A part that activation checkpointing runs twice must not contain a
+    boundary: the second run would send another message, and raises an error. A boundary that compresses in neither
+    direction logs a warning, once.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Boundary(nn.Module):
                 "this boundary compresses nothing: forward=%r, backward=%r; pass a spec such as uniform:bits=8",
                 *map(str, self._channels.of(0)),
             )
-        if not torch.cuda.is_available():  # the loops are those on CPU, and nothing says yet where tensors will be
+        if not torch.cuda.is_available():  # only CPU loops are compiled, and the tensors' device is not known yet
             warm_up(forward, backward)
 
     def set_epoch(self, epoch: int) -> None:
@@ -107,7 +109,7 @@ class Boundary(nn.Module):
 
     @unseen
     def forward(self, *tensors: Tensor) -> Any:
-        """What arrives on the other side: a tensor for a tensor, a tuple for several."""
+        """Return the restored tensors, as they arrive on the other side: a tensor for one, a tuple for several."""
         if self.training and is_in_backward() and not self._channels.exact:
             raise UnsupportedError(
                 "a boundary runs again inside backward, so activation checkpointing computes a part again that has it "
@@ -128,21 +130,21 @@ class Boundary(nn.Module):
         return out[0] if len(out) == 1 else out
 
     def stats(self) -> dict[str, ChannelStats]:
-        """What went ``forward`` and ``backward`` so far, all tensors together."""
+        """Return the traffic so far of the directions ``forward`` and ``backward``, summed over all tensors."""
         return {direction: self._channels.stats(at) for at, direction in enumerate(("forward", "backward"))}
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Buffers and the place in training, for ``state_dict``."""
+        """Return buffers and the number of training passes done, for ``state_dict``."""
         return {
             "passes": self._passes,
             "channels": self._channels.state_dict(),
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Go on from there.
+        """Restore what :meth:`get_extra_state` returned.
 
         Raises:
-            ValueError: what is no state, or that of another spec. Nothing has changed then.
+            ValueError: this is not such a state, or is one of another spec. Nothing has been changed then.
         """
         if not isinstance(state, Mapping) or (lacking := {"passes", "channels"} - state.keys()):
             what = f"lacks {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else f"is {type(state).__name__}"
@@ -158,7 +160,7 @@ class Boundary(nn.Module):
 
 
 class _Cross(torch.autograd.Function):
-    """One tensor there, and its gradient back."""
+    """Send one tensor through the forward channel, and its gradient through the backward channel."""
 
     @staticmethod
     def forward(
@@ -169,7 +171,7 @@ class _Cross(torch.autograd.Function):
         ctx.at = at
         arrived = torch.empty_like(x)
         payload = there.pack(x, at, arrived=arrived, **ctx.config)
-        # All passes of evaluation have one number, so each has to remember by itself what it chose.
+        # All evaluation passes share one message number, so the channel cannot store their indices by it.
         ctx.places = there.places(payload, tuple(x.shape)) if ctx.needs_input_grad[0] and not training else None
         return arrived
 

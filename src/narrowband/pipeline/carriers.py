@@ -1,4 +1,4 @@
-"""How tensors travel through a channel: alone, compensated, by sample, or at places that another direction chose.
+"""How tensors travel through a channel: without feedback, with it, by sample, or at the other direction's indices.
 
 ===============  =====================================================================  ===========================
 feedback         what travels for x                                                     kept between two messages
@@ -7,12 +7,12 @@ none             C(x)                                                           
 ``ef``           C(x + e); e ← x + e − C(x + e)  (Seide et al. 2014)                     e, on the sender
 ``ef-mixed``     of x + e, or of each its own, the top half k of x and the top half     e, on the sender
                  k of e (Rudakov et al., 2401.07788)
-``ef21``         C(x − g); g ← g + C(x − g), which is what is used (2106.05203)         g, on both ends
+``ef21``         C(x − g); g ← g + C(x − g); the receiver uses g (2106.05203)           g, on both ends
 ``aq-sgd``       C(xᵢ − mᵢ) for each sample i; mᵢ ← mᵢ + C(xᵢ − mᵢ) (2206.01299)        mᵢ, on both ends
 ===============  =====================================================================  ===========================
 
 Buffers e and g are kept per shape and shared by all micro-batches of that shape, as in Rudakov et al. ("global"). A
-tensor that holds inf or NaN changes no buffer on either end, and arrives as something that is not finite.
+tensor that holds inf or NaN changes no buffer on either end, and is not finite when it arrives either.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["At", "AtPlaces", "BySample", "Carrier", "Compensated", "Message"]
 
 
 class At(NamedTuple):
-    """Which message of a channel: the micro-batch of a training step, both from 0."""
+    """The number of a message in its channel: the training step and the micro-batch in it, both from 0."""
 
     step: int
     microbatch: int
@@ -45,14 +45,15 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """What both ends know of a message.
+    """What both ends know about a message before it is sent.
 
     Attributes:
-        at: which one it is.
-        seed: of its random numbers.
-        training: whether feedback takes part, and learns.
-        samples: (B,), the ids of the samples; None where nobody named them.
-        places: the elements that the other direction chose; None where these are kept by the message's number.
+        at: the number of the message.
+        seed: the seed of its random numbers.
+        training: whether the pass is a training pass, in which feedback buffers are updated.
+        samples: (B,), the ids of the samples; None where the caller gave none.
+        places: the indices of the elements that the other direction chose; None where the channel stores them by
+            message number.
     """
 
     at: At
@@ -63,49 +64,49 @@ class Message:
 
 
 class Carrier:
-    """Tensors travel alone: a payload says all of them.
+    """Sends each tensor without feedback: its payload alone restores it.
 
     Args:
-        codec: what they are encoded with.
+        codec: encodes the tensors.
     """
 
-    #: Whether it needs to know which samples a tensor holds.
+    #: Whether the carrier needs the sample ids of a tensor.
     by_sample = False
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
     def payload_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, message: Message) -> int:
-        """Bytes of a payload, the same on both ends."""
+        """Return the bytes of a payload, the same number on both ends."""
         return self.codec.payload_nbytes(shape, dtype)
 
     def pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
-        """The payload of a tensor; ``arrived`` gets what the other end will, where it is given."""
+        """Return the payload of a tensor. Write to ``arrived``, if given, what the other end will decode."""
         payload = self.codec.encode(_finite_or_nan(x) if self.codec.shared_seed else x, seed=message.seed)
         if arrived is not None:
             self.codec.decode(payload, arrived, seed=message.seed)
         return payload
 
     def unpack(self, payload: Tensor, out: Tensor, message: Message) -> None:
-        """``out ←`` what a payload of the other end brings."""
+        """Decode a payload of the other end into ``out``."""
         self.codec.decode(payload, out, seed=message.seed)
 
     def whole(self, x: Tensor, message: Message) -> None:
-        """A tensor has travelled uncompressed."""
+        """Note a tensor that was sent uncompressed."""
 
     def reference_ids(self) -> Tensor | None:
-        """The ids of the samples whose buffers it has, ascending; None where there are no such buffers."""
+        """Return the ids of the samples that have a buffer, ascending; None for a carrier without such buffers."""
         return None
 
     def keep_only(self, samples: Tensor) -> None:
-        """Forget all other samples: they travel in full precision again."""
+        """Drop the buffers of all samples but these. The dropped ones are sent in full precision the next time."""
 
     def check_keys(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless what feedback has kept is of tensors that travel here."""
+        """Raise ValueError unless the buffers of a feedback state belong to tensors of this carrier."""
 
 
 class Compensated(Carrier):
-    """What a payload does not say of a tensor, feedback takes into account in the next one. All of it is float32."""
+    """Sends tensors with feedback: the next message makes up for what a payload lost. All tensors become float32."""
 
     def __init__(self, codec: Codec, feedback: Feedback) -> None:
         super().__init__(codec)
@@ -117,7 +118,7 @@ class Compensated(Carrier):
     def pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
         codec, feedback, key, shape = self.codec, self._feedback, _key(x), tuple(x.shape)
         training, seed = message.training, message.seed
-        # A copy of a single element that was expanded would have a stride of 0, too.
+        # A fresh tensor and not a copy like x: of a single expanded element, a copy would keep the stride of 0.
         scratch = torch.empty(x.numel(), dtype=torch.float32, device=x.device).copy_(x.reshape(-1))
         if training or self._has_buffer(key):
             commit = training and feedback.can_roll_back(scratch)
@@ -128,7 +129,7 @@ class Compensated(Carrier):
                 feedback.commit(key, scratch, codec, payload, shape=shape, seed=seed)
         else:
             finite, payload = True, codec.encode(scratch.view(shape), seed=seed)
-        if not finite:  # whatever it was that overflowed, the other end has to see that this message says nothing
+        if not finite:  # x or x plus its residual overflowed: NaN tells the other end to ignore this message
             payload = codec.encode(torch.full(shape, torch.nan, dtype=torch.float32, device=x.device), seed=seed)
         if arrived is not None:
             if feedback.incremental and finite and training:
@@ -176,12 +177,12 @@ class Compensated(Carrier):
 
 
 class BySample(Carrier):
-    """Differences to a buffer of each sample travel in training; in evaluation tensors travel alone.
+    """Sends in training the difference of each sample to its buffer; in evaluation, tensors without feedback.
 
     Args:
-        codec: what differences are encoded with.
+        codec: encodes the differences.
         state: the buffers.
-        name: of the channel.
+        name: the name of the channel.
     """
 
     by_sample = True
@@ -222,13 +223,13 @@ class BySample(Carrier):
 
 
 class AtPlaces(Carrier):
-    """Only values travel, of the elements that the other direction chose.
+    """Sends the values of the elements that the other direction chose, and no indices.
 
     Args:
-        codec: encodes their values.
-        chooser: the codec of the other direction, which says how many they are.
-        places: message and shape → the indices that the other direction chose; asked for once per message that does
-            not bring them.
+        codec: encodes the values.
+        chooser: the codec of the other direction, which determines how many elements there are.
+        places: message number and shape → the indices that the other direction chose. Called once per message, unless
+            :attr:`Message.places` has them.
     """
 
     def __init__(
@@ -255,12 +256,12 @@ class AtPlaces(Carrier):
 
 
 def _finite_or_nan(x: Tensor) -> Tensor:
-    """x, for an encoding that does not look at all of it; NaN throughout if any of it is not finite."""
+    """Return x, or NaN throughout if any element is not finite: for codecs that do not look at every element."""
     return x if kernels.all_finite(x.reshape(-1).float()) else torch.full_like(x, torch.nan)
 
 
 def _key(x: Tensor) -> str:
-    """Buffers are per shape."""
+    """Return the key of a tensor's buffer: there is one buffer per shape."""
     return _key_of(x.shape)
 
 

@@ -1,11 +1,11 @@
-"""A channel: one tensor in one direction over the boundary between two stages, as one of its ends sees it.
+"""One end of a channel, which carries one tensor in one direction over the boundary between two stages.
 
-The sending end turns a tensor into a payload (:meth:`Channel.pack`), the receiving end turns it back
-(:meth:`Channel.unpack`); a process that plays both ends does both in one call. Sizes are known on both ends before
-anything is sent, so payloads travel in the fixed buffers that a pipeline schedule wants.
+The sending end encodes a tensor as a payload (:meth:`Channel.pack`), and the receiving end decodes it
+(:meth:`Channel.unpack`). A process that plays both ends does both in one call of ``pack``. Both ends know the size of a
+payload before it is sent, so payloads travel in the fixed buffers that a pipeline schedule wants.
 
-How a tensor travels, and what is kept between two messages, depends on the spec's feedback: see :mod:`.carriers`. With
-feedback both ends have to see micro-batches in one order; the channel checks that.
+The spec's feedback determines how a tensor travels and what is kept between two messages: see :mod:`.carriers`. With
+feedback, both ends must see micro-batches in the same order; the channel checks that.
 
 Shapes: B samples of a micro-batch.
 """
@@ -37,24 +37,24 @@ _PLAIN = Identity()
 _REUSE = "reuse"
 _MASK = (1 << 64) - 1
 
-#: The relative error of the first message is measured, and of one in so many: it takes decoding what was encoded.
+#: The relative error is measured for the first message and every so many, since measuring must decode the payload.
 _MEASURE_EVERY = 50
 
 
-#: Evaluation draws the same numbers every time.
+#: The number of every message in evaluation, so that each evaluation draws the same random numbers.
 _EVALUATION = At(0, 0)
 
 
 @dataclass
 class ChannelStats(StepRecord):
-    """What a channel carried so far.
+    """Traffic of a channel so far.
 
     Attributes:
-        messages: payloads.
-        raw_bytes: what these tensors would have been without compression.
-        sent_bytes: what the payloads were.
-        relative_error: ``‖x − x̂‖² / ‖x‖²`` of a tensor x and of what arrives, x̂, of the latest message that measured it
-            (the first, and every 50th); None before. Of several channels: the mean.
+        messages: the number of payloads.
+        raw_bytes: the bytes of the tensors without compression.
+        sent_bytes: the bytes of the payloads.
+        relative_error: ``‖x − x̂‖² / ‖x‖²`` of a tensor x and the tensor x̂ that arrives. It is measured for the first
+            message and every 50th; this is the latest value, None before the first. Of several channels: the mean.
     """
 
     messages: int = 0
@@ -62,7 +62,7 @@ class ChannelStats(StepRecord):
 
     @classmethod
     def total(cls, several: Iterable[ChannelStats]) -> ChannelStats:
-        """The sum, and the mean of the relative errors that were measured."""
+        """Sum the counts of several channels, and average the relative errors that were measured."""
         several = list(several)
         measured = [stats.relative_error for stats in several if stats.relative_error is not None]
         return cls(
@@ -74,21 +74,21 @@ class ChannelStats(StepRecord):
 
 
 class Channel:
-    """One end of a channel, or both.
+    """One end of a channel, or both ends in one process.
 
     Args:
-        spec: what to compress with: a codec, with ``+ef``, ``+ef-mixed``, ``+ef21`` or ``+aq-sgd`` if wanted; or, with
-            ``reuse=forward`` among the keys of ``topk``, the elements that the other direction chose.
-        seed: of stochastic rounding and sampling; the same on both ends.
-        index: tells the channels of a model apart.
-        name: tells the ends on a machine apart that keep their buffers in one folder.
-        warmup_steps: so many steps are uncompressed at first.
-        warmup_epochs: the same, counted in epochs: :meth:`set_epoch` says which one it is.
-        forward: the channel of the other direction, whose indices ``reuse=forward`` takes.
+        spec: a codec, with ``+ef``, ``+ef-mixed``, ``+ef21`` or ``+aq-sgd`` if wanted. With ``reuse=forward`` among the
+            keys of ``topk``, the channel sends the elements that the forward direction chose.
+        seed: the seed of stochastic rounding and sampling; the same on both ends.
+        index: the number of this channel in the model; channels with different numbers draw different random numbers.
+        name: distinguishes channel ends on one machine that keep their buffers in the same folder.
+        warmup_steps: how many steps are uncompressed at first.
+        warmup_epochs: the same in epochs: announce each epoch with :meth:`set_epoch`.
+        forward: the channel of the forward direction, whose indices ``reuse=forward`` takes.
 
     Raises:
-        ValueError: a spec that is none.
-        UnsupportedError: one that cannot work between stages.
+        ValueError: the spec is not valid.
+        UnsupportedError: the spec cannot work between stages.
 
     Example:
         >>> here, there = Channel("topk:density=0.1+ef21"), Channel("topk:density=0.1+ef21")
@@ -124,13 +124,17 @@ class Channel:
         self._warmup_steps, self._warmup_epochs = warmup_steps, warmup_epochs
         self._epoch: int | None = None
         self._last = At(-1, -1)
-        #: Of the messages whose indices the other direction will want: at most a step's.
+        #: Message number and shape → the indices that the other direction will take; those of one step at most.
         self._places: dict[tuple[At, tuple[int, ...]], Tensor] = {}
         self.keeps_places = False
         self._carrier = self._carrier_for(forward)
 
     def _carrier_for(self, forward: Channel | None) -> Carrier:
-        """How tensors travel, or an error."""
+        """Return the carrier that the spec asks for.
+
+        Raises:
+            ValueError, UnsupportedError: the spec cannot work here.
+        """
         if not self.codec.fixed_size:
             raise UnsupportedError(
                 f"{self}: the length of its payloads depends on the data, and a stage has to know what to receive; "
@@ -169,12 +173,12 @@ class Channel:
 
     @property
     def exact(self) -> bool:
-        """Whether tensors arrive as they are, so that nothing is compressed."""
+        """Whether the channel compresses nothing, so that tensors arrive unchanged."""
         return self.codec.exact and self._state is None
 
     @property
     def by_sample(self) -> bool:
-        """Whether it needs to know which samples a tensor holds."""
+        """Whether the channel needs the sample ids of a tensor."""
         return self._carrier.by_sample
 
     @property
@@ -183,10 +187,10 @@ class Channel:
         return self._state.warning(self.codec) if isinstance(self._state, SampleState) else None
 
     def warming_up(self, at: At) -> bool:
-        """Whether this message travels as it is.
+        """Whether this message is sent uncompressed, as a part of the warm-up.
 
         Raises:
-            ValueError: warm-up counts epochs, and nobody said which one this is.
+            ValueError: the warm-up counts epochs, and :meth:`set_epoch` has not been called.
         """
         if not self._warmup_epochs:
             return at.step < self._warmup_steps
@@ -198,7 +202,7 @@ class Channel:
         return self._epoch < self._warmup_epochs
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins, from 0 on; on both ends."""
+        """Announce that an epoch begins, from 0 on; call it on both ends."""
         epoch = whole_number("epoch", epoch)
         if epoch < 0:
             raise ValueError(f"epoch={epoch} must not be negative")
@@ -215,11 +219,11 @@ class Channel:
         samples: Tensor | None = None,
         training: bool = True,
     ) -> int:
-        """Bytes of this message: as :meth:`pack` will make it and :meth:`unpack` expects it.
+        """Return the bytes of the payload that :meth:`pack` makes for this message and :meth:`unpack` expects.
 
         Args:
-            shape, dtype: of the tensor, (B, …).
-            at: which message.
+            shape, dtype: the tensor's, (B, …).
+            at: the number of the message.
             samples: (B,), the ids of the samples, for ``aq-sgd``.
             training: see :meth:`pack`.
         """
@@ -239,20 +243,20 @@ class Channel:
         arrived: Tensor | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """The payload of ``x``: flat uint8.
+        """Encode ``x`` as a payload, flat uint8.
 
         Args:
-            x: (B, …), float32, float16 or bfloat16. Is not changed.
-            at: which message; later ones have larger numbers.
+            x: (B, …), float32, float16 or bfloat16. It is not changed.
+            at: the number of the message; later messages have larger numbers.
             samples: (B,), int64, the ids of the samples, for ``aq-sgd``.
-            training: otherwise nothing is remembered, and buffers are used as they are.
-            arrived: write here what the other end will get, for a process that is both; x's shape and dtype.
-            places: with ``reuse=forward`` in evaluation: the elements that went forward, see :meth:`places`.
+            training: if False, buffers are read and not updated.
+            arrived: for a process that plays both ends: receives what the other end will decode; x's shape and dtype.
+            places: with ``reuse=forward`` in evaluation: the indices that forward chose, see :meth:`places`.
 
         Raises:
-            TypeError: a dtype that no codec takes.
-            ValueError: samples that do not fit.
-            UnsupportedError: messages out of order, where both ends have to agree on one.
+            TypeError: no codec takes this dtype.
+            ValueError: the samples do not fit the tensor.
+            UnsupportedError: the message is out of order, and the spec's feedback needs the order.
         """
         x = x.detach().contiguous().resolve_neg()
         if training:
@@ -294,16 +298,16 @@ class Channel:
     def unpack(
         self, payload: Tensor, out: Tensor, at: At, *, samples: Tensor | None = None, training: bool = True
     ) -> Tensor:
-        """Write what the payload says into ``out``, and return it.
+        """Decode a payload into ``out``, and return ``out``.
 
         Args:
-            payload: what :meth:`pack` made of this message on the other end.
-            out: (B, …), of the tensor's shape and dtype.
+            payload: what :meth:`pack` returned for this message on the other end.
+            out: (B, …), with the tensor's shape and dtype.
             at, samples, training: as on the other end.
 
         Raises:
-            PayloadError: a payload of another length, or with an index out of range. Nothing has been written then, but
-                with ``aq-sgd`` the samples in front of the damaged one.
+            PayloadError: the payload has another length, or an index out of range. Nothing has been written then,
+                except that with ``aq-sgd`` the samples before the damaged one have.
         """
         if training:
             self._in_order(at)
@@ -333,12 +337,13 @@ class Channel:
         places = self.places(payload, tuple(x.shape)) if training else None
         if places is not None:
             for key in [key for key in self._places if key[0].step != at.step]:
-                del self._places[key]  # a pass without backward
+                del self._places[key]  # of a pass that had no backward
             self._places[at, tuple(x.shape)] = places
 
     def places(self, payload: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-        """The indices that a payload of :meth:`pack` has, for a gradient in evaluation, whose messages have no number
-        to keep them by; None where the other direction takes none.
+        """Return the indices in a payload of :meth:`pack`; None where the other direction does not reuse them.
+
+        Meant for a gradient in evaluation: messages there have no number of their own to store indices by.
         """
         if not self.keeps_places:
             return None
@@ -346,7 +351,11 @@ class Channel:
         return self.codec.places(payload, shape)
 
     def take_places(self, at: At, shape: tuple[int, ...]) -> Tensor:
-        """The indices that this channel chose for a tensor of this shape, which then forgets them."""
+        """Return the indices that this channel chose for a tensor of this shape, and drop them.
+
+        Raises:
+            UnsupportedError: there are none.
+        """
         places = self._places.pop((at, shape), None)
         if places is None:
             raise UnsupportedError(
@@ -359,11 +368,11 @@ class Channel:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def reference_ids(self) -> Tensor | None:
-        """The ids of the samples whose buffers it has, ascending; None where there are no such buffers."""
+        """Return the ids of the samples that have a buffer, ascending; None for a channel without such buffers."""
         return self._carrier.reference_ids()
 
     def keep_only(self, samples: Tensor) -> None:
-        """Forget all other samples: they travel in full precision again."""
+        """Drop the buffers of all samples but these. The dropped ones are sent in full precision the next time."""
         self._carrier.keep_only(samples)
 
     def _in_order(self, at: At) -> None:
@@ -380,15 +389,15 @@ class Channel:
         return Message(at, seed, training, samples, places)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept between two steps, and the spec it was kept for."""
+        """Return the spec, the feedback buffers, and the number of the last message."""
         state = {} if self._state is None else self._state.state_dict()
         return {"spec": str(self), "state": state, "last": tuple(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: it is none, or was kept for another spec. Nothing has changed then.
+            ValueError: this is not such a state, or is one of another spec. Nothing has been changed then.
         """
         self.check_state(state)
         if self._state is not None:
@@ -413,7 +422,7 @@ class Channel:
 
 
 def _parsed(spec: str | Codec | Compression) -> tuple[Compression, bool]:
-    """What a spec names, and whether it takes its indices from the other direction."""
+    """Return the compression that a spec names without ``reuse=forward``, and whether that was there."""
     if not isinstance(spec, str):
         return compression(spec), False
     term, plus, feedback = spec.partition("+")

@@ -1,4 +1,4 @@
-"""The channels of one boundary: for each tensor that crosses it, one for the activation and one for its gradient."""
+"""The channels of one boundary: for each tensor that crosses it, one for the activation and one for the gradient."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ __all__ = ["ChannelPairs", "compressible"]
 
 log = logging.getLogger("narrowband")
 
-#: What has been logged; once is enough.
+#: Warnings that have been logged: each is logged once per process.
 _said: set[str] = set()
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
-#: Boundaries and tensors of a model have channels of their own: index = (boundary · tensors + tensor) · 2 + direction.
+#: The most tensors per boundary. A channel's index in the model is (boundary · _MOST_TENSORS + tensor) · 2 + direction.
 _MOST_TENSORS = 1 << 10
 
 
 def compressible(x: Tensor) -> bool:
-    """Whether a codec takes it; anything else crosses a boundary as it is."""
+    """Whether a codec can encode the tensor; all others cross a boundary unchanged."""
     return x.dtype in _COMPRESSIBLE and x.numel() > 0
 
 
 class ChannelPairs:
-    """The channels of a boundary, as one of its ends has them; they are made as tensors come.
+    """The channels at one end of a boundary, created when a tensor first needs them.
 
     Args:
         forward: the spec for activations.
         backward: the spec for gradients.
-        boundary: which one of the model, from 0.
-        end: ``before``, ``behind`` or ``both``; ends on one machine keep their files apart by it.
+        boundary: which boundary of the model this is, from 0.
+        end: ``before``, ``behind`` or ``both``; a part of file names, since two ends on one machine need two files.
         seed, warmup_steps, warmup_epochs: as for :class:`Channel`.
     """
 
@@ -64,14 +64,14 @@ class ChannelPairs:
         self._config: dict[str, Any] = {name: whole_number(name, value) for name, value in config.items()}
         self._epoch: int | None = None
         self._pairs: list[tuple[Channel, Channel]] = []
-        for channel in self.of(0):  # made at once, so that a wrong spec is refused at once
+        for channel in self.of(0):  # created here already, so that an invalid spec raises here
             warning = channel.warning
             if warning is not None and warning not in _said:
                 _said.add(warning)
                 log.warning("%s", warning)
 
     def of(self, tensor: int) -> tuple[Channel, Channel]:
-        """The channels of the n-th tensor: of the activation, and of its gradient."""
+        """Return the channels of the n-th tensor, from 0: the activation's, and the gradient's."""
         while len(self._pairs) <= tensor:
             self._pairs.append(self._pair(len(self._pairs)))
         return self._pairs[tensor]
@@ -106,26 +106,26 @@ class ChannelPairs:
         return any(channel.by_sample for channel in self.of(0))
 
     def identity(self) -> list[object]:
-        """What both ends must agree on."""
+        """Return the configuration that both ends must have in common."""
         return [*map(str, self.of(0)), self._boundary, sorted(self._config.items())]
 
     def stats(self, direction: int) -> ChannelStats:
-        """What went in a direction so far: 0 forward, 1 backward."""
+        """Return the traffic so far in a direction: 0 forward, 1 backward."""
         return ChannelStats.total(pair[direction].stats for pair in self._pairs)
 
     def state_dict(self) -> tuple[list[dict[str, Any]], ...]:
-        """What the channels keep between two steps.
+        """Return what the channels keep between two steps.
 
-        ``torch.distributed.checkpoint`` looks into lists, and loads of them what the state of a new model has already,
-        which are no buffers. A tuple it takes for one value.
+        The outer container is a tuple, since ``torch.distributed.checkpoint`` stores a tuple as one value. It descends
+        into a list, and loads only those entries that a new model's state has, which does not have any buffers yet.
         """
         return tuple([channel.state_dict() for channel in pair] for pair in self._pairs)
 
     def load_state_dict(self, state: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Go on from a state. Channels of tensors that had not come yet when it was taken begin anew.
+        """Restore what :meth:`state_dict` returned. Channels that did not exist in it are reset.
 
         Raises:
-            ValueError: what is no state, or that of another spec. Nothing has changed then.
+            ValueError: this is not such a state, or is one of another spec. Nothing has been changed then.
         """
         self.check_state(state)
         for tensor in range(max(len(state), len(self._pairs))):

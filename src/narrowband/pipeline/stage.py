@@ -1,11 +1,11 @@
 """A stage of PyTorch's own pipeline engine that sends and receives payloads.
 
-:class:`CompressedStage` is a ``torch.distributed.pipelining.PipelineStage``; schedules (GPipe, 1F1B, interleaved, zero
-bubble) ask it for what to send and where to receive, and get payloads where there would have been tensors. Everything
-else is theirs: order, autograd, DDP around a stage's module.
+:class:`CompressedStage` is a ``torch.distributed.pipelining.PipelineStage``. Schedules (GPipe, 1F1B, interleaved, zero
+bubble) ask a stage for its send and receive operations; this one returns operations on payloads instead of tensors.
+PyTorch's engine does everything else: order, autograd, DDP around a stage's module.
 
-On the CPU the stage sends and receives by itself, while it computes (:mod:`.transfers`), and schedules are told that
-there is nothing to do.
+On the CPU the stage itself sends and receives while it computes (:mod:`.transfers`), and returns no operations to the
+schedule.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = ["CompressedStage"]
 
 
 class _Arriving(NamedTuple):
-    """A message that is on its way, and where its tensor belongs.
+    """A message that is being received.
 
     Attributes:
-        channel: that unpacks it; None where a tensor travels as it is.
-        payload: where it arrives.
-        place: where its tensor belongs.
-        work: to wait for; None where the schedule does.
+        channel: unpacks the payload; None where a tensor travels uncompressed.
+        payload: the buffer that the message is received into.
+        place: the tensor that the payload is unpacked into.
+        work: wait for it before using the payload; None where the schedule waits.
     """
 
     channel: Channel | None
@@ -56,36 +56,37 @@ class _Arriving(NamedTuple):
 class CompressedStage(PipelineStage):
     """A pipeline stage whose activations and gradients travel compressed.
 
-    Takes the place of ``torch.distributed.pipelining.PipelineStage`` under every schedule. What crosses a boundary may
-    be several tensors; those that are not floating point travel as they are. Shapes are static, as the engine wants
-    them. Where a schedule puts two neighbouring stages on one rank, nothing travels and nothing is compressed. Several
-    schedules may share a stage. If they have different numbers of micro-batches, it no longer sends while it computes.
+    It replaces ``torch.distributed.pipelining.PipelineStage`` under every schedule. Several tensors may cross a
+    boundary; those that are not floating point travel uncompressed. Shapes are static, as the engine requires. Where a
+    schedule puts two neighbouring stages on one rank, nothing is sent and nothing compressed. Several schedules may
+    share a stage. If they have different numbers of micro-batches, the stage no longer sends while it computes.
 
     Args:
         submodule: the part of the model that runs here. Its replicas may be averaged by DDP, with or without
-            :func:`~narrowband.compress_gradients`, or by that alone, also where FSDP2 shards it; or FSDP2 shares it
-            among them, with or without :func:`~narrowband.compress_shards`. All of these once in a step.
-        stage_index: which stage, from 0.
-        num_stages: how many there are.
-        device: where it runs.
+            :func:`~narrowband.compress_gradients`; by ``compress_gradients`` alone, also where FSDP2 shards the part;
+            or by FSDP2, with or without :func:`~narrowband.compress_shards`. Each of these averages once per step.
+        stage_index: the index of this stage, from 0.
+        num_stages: how many stages the model has.
+        device: the device that the stage runs on.
         forward: the spec for activations, see :class:`Channel`; or one for each of the num_stages − 1 boundaries.
-        backward: the same for gradients; ``topk:density=0.1,reuse=forward`` sends the values of the elements that were
-            chosen forward, and no indices.
-        seed: of stochastic rounding; the same on all ranks.
-        warmup_steps: so many training steps are uncompressed at first.
-        warmup_epochs: the same, counted in epochs: call :meth:`set_epoch` at the beginning of each, on all ranks.
+        backward: the same for gradients. ``topk:density=0.1,reuse=forward`` sends the values of the elements that were
+            chosen in forward, and no indices.
+        seed: the seed of stochastic rounding; the same on all ranks.
+        warmup_steps: how many training steps are uncompressed at first.
+        warmup_epochs: the same in epochs: call :meth:`set_epoch` at the beginning of each, on all ranks.
         compress_in_eval: whether ``schedule.eval`` compresses, too. A model that was trained with compression needs it.
         **options: those of ``PipelineStage``: ``input_args``, ``output_args``, ``group``, ``dw_builder``, …
 
     Attributes:
         compress_in_eval: as given; may be changed between two steps, on all ranks.
-        samples: for ``aq-sgd``, to be set on every rank before every step: the ids, int64, of the samples of the whole
-            batch, in its order. Each is used once.
+        samples: for ``aq-sgd``: the ids, int64, of the samples of the whole batch, in its order. Set it on every rank
+            before every step, which resets it to None.
 
     Raises:
-        ValueError: a spec that is none, or not one for each boundary; at the first step, stages that do not agree.
-        UnsupportedError: a spec that cannot work between stages, a schedule that sends micro-batches in different
-            orders where feedback needs one, or a submodule of which PyTorch's stage does not see what averages it.
+        ValueError: a spec is not valid, or their number is not that of the boundaries; at the first step, neighbouring
+            stages have different configurations.
+        UnsupportedError: a spec cannot work between stages; a schedule sends micro-batches in different orders where
+            feedback needs one order; or PyTorch's stage cannot see what averages the submodule.
 
     Example:
         >>> stage = nb.CompressedStage(part, rank, 4, device, forward="uniform:bits=8", backward="qsgd:bits=4")
@@ -119,7 +120,7 @@ class CompressedStage(PipelineStage):
         there, back = (
             _each(specs, num_stages - 1, name) for name, specs in (("forward", forward), ("backward", backward))
         )
-        #: Those before and behind this stage.
+        #: The channels of the boundaries before and behind this stage; None at the ends of the pipeline.
         self._before: ChannelPairs | None = None
         self._behind: ChannelPairs | None = None
         config = {"seed": seed, "warmup_steps": warmup_steps, "warmup_epochs": warmup_epochs}
@@ -138,13 +139,13 @@ class CompressedStage(PipelineStage):
         self._transfers = Transfers(stage_index, num_stages, torch.device(device))
         self._agreed = False
         self.samples: Tensor | None = None
-        #: Those of this step's batch.
+        #: The sample ids of this step's batch.
         self._whole: Tensor | None = None
-        #: By direction and micro-batch: what is on its way.
+        #: (direction, micro-batch) → messages that are being received.
         self._arriving: dict[tuple[int, int], list[_Arriving]] = {}
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins, from 0 on, where warm-up counts epochs. Call on all ranks."""
+        """Announce that an epoch begins, from 0 on, where the warm-up counts epochs. Call it on all ranks."""
         for side in (self._before, self._behind):
             if side is not None:
                 side.set_epoch(epoch)
@@ -152,14 +153,14 @@ class CompressedStage(PipelineStage):
     # ---- what the schedule asks --------------------------------------------------------------------------------------
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What to send of a micro-batch's activations."""
+        """Return the operations that send a micro-batch's activations."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         metas = self._metas_of_outputs()
         numbers = [n for n, stages in self.act_send_info.items() for stage in stages if stage is not None]
         return self._send(self._packed(ops, numbers, metas, FORWARD, fwd_chunk_id), FORWARD, fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What to send of the gradients of a micro-batch's inputs."""
+        """Return the operations that send the gradients of a micro-batch's inputs."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if not ops:
             return ops
@@ -168,11 +169,11 @@ class CompressedStage(PipelineStage):
         return self._send(self._packed(ops, numbers, metas, BACKWARD, bwd_chunk_id), BACKWARD, bwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Where to receive a micro-batch's activations."""
+        """Return the operations that receive a micro-batch's activations."""
         return self._receive(FORWARD, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Where to receive the gradients of a micro-batch's outputs."""
+        """Return the operations that receive the gradients of a micro-batch's outputs."""
         return self._receive(BACKWARD, bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -188,10 +189,10 @@ class CompressedStage(PipelineStage):
         return result
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        """Run backward, and average nothing yet where gradients are averaged by a handle of their own."""
+        """Run backward without averaging: a handle of ``compress_gradients`` averages after the last micro-batch."""
         if backward_type == "input":
-            # PyTorch looks for the parameters in the graph before it runs it, and there they are whole. Where FSDP2 has
-            # sharded them again after forward, it would find none, and they would get no gradients.
+            # PyTorch looks for the module's parameters in the graph, which holds the unsharded ones, before it runs the
+            # graph. Where FSDP2 has resharded after forward, it would find none, and they would get no gradients.
             for each in self._units:
                 each.unshard()
         handle = averaging_of(self.submod)
@@ -199,7 +200,11 @@ class CompressedStage(PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the gradients of a micro-batch's parameters, where a zero bubble schedule does so by itself."""
+        """Compute the gradients of the parameters for a micro-batch; zero bubble schedules do this in a separate pass.
+
+        Raises:
+            UnsupportedError: DDP averages the module; or see :meth:`_check_units`.
+        """
         if ddp_of(self.submod) is not None:
             raise UnsupportedError(
                 "a zero bubble schedule computes gradients of parameters in a pass of its own, of which "
@@ -211,9 +216,10 @@ class CompressedStage(PipelineStage):
         return super().backward_weight_one_chunk(*args, **kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """All micro-batches went backward: once in a step, gradients are averaged, and then scaled.
+        """Average gradients and scale them: once per step, after the backward of all micro-batches.
 
-        Schedules call it in ``eval``, too, where parameters have the gradients of the last step, or none.
+        Schedules call this in ``eval``, too, where parameters have the gradients of the last step, or none; nothing is
+        averaged then.
         """
         if not self.has_backward:
             return
@@ -222,7 +228,7 @@ class CompressedStage(PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
             return
         self._check_units("compress_gradients")
-        with handle.no_sync():  # FSDP2 reduces among the ranks of a replica
+        with handle.no_sync():  # in here FSDP2 reduces among the ranks of one replica
             super().perform_reduce_grad(1)
         handle.average()
         if grad_scale_factor != 1:
@@ -234,10 +240,12 @@ class CompressedStage(PipelineStage):
         return units_of(self.submod)
 
     def _check_units(self, who: str) -> None:
-        """PyTorch's stage tells FSDP2 to reduce gradients after the last micro-batch, if its module is FSDP2's.
+        """Check that PyTorch's stage will have FSDP2 reduce gradients after the last micro-batch.
+
+        It does so only where ``fully_shard`` was called with the stage's module itself.
 
         Raises:
-            UnsupportedError: it is not, and holds modules that are.
+            UnsupportedError: ``fully_shard`` was called with modules inside of the stage's module only.
         """
         units = self._units
         if units and self.submod not in units:
@@ -249,7 +257,7 @@ class CompressedStage(PipelineStage):
             )
 
     def clear_runtime_states(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         super().clear_runtime_states()
         self._arriving.clear()
         self._transfers.begin()
@@ -285,12 +293,12 @@ class CompressedStage(PipelineStage):
 
     @contextlib.contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        """For a pass of the module that is none of training.
+        """Run the module without averaging gradients and without compressing saved tensors.
 
-        Where shapes are not given, PyTorch finds them out before the first step: it runs a stage forward with memory
-        that nobody has written to, and backward to its inputs. Who packs what is saved for backward must not learn from
-        that, nor count it: here, things are saved as they are. And DDP must not get ready to average: it would, with
-        the gradients of the first micro-batch, and again with those of all.
+        Where shapes are not given, PyTorch infers them before the first step: it runs a stage forward on uninitialized
+        memory, and backward to its inputs. :func:`~narrowband.compress_activations` must neither learn ranges from that
+        run nor count its bytes, so hooks here save tensors unchanged. DDP must not prepare to average either: it would
+        average after the first micro-batch, and again after the last.
         """
         model = ddp_of(self.submod) or averaging_of(self.submod)
         waiting = contextlib.nullcontext() if model is None else model.no_sync()
@@ -302,7 +310,7 @@ class CompressedStage(PipelineStage):
     def _packed(
         self, ops: list[dist.P2POp], numbers: list[int], metas: Sequence[Any], direction: int, microbatch: int
     ) -> list[dist.P2POp]:
-        """The same operations with payloads."""
+        """Replace the tensors of send operations with payloads."""
         side = self._before if direction else self._behind
         for op, number in zip(ops, numbers, strict=True):
             x, meta = op.tensor, metas[number]
@@ -322,25 +330,25 @@ class CompressedStage(PipelineStage):
         return ops
 
     def _send(self, ops: list[dist.P2POp], direction: int, microbatch: int) -> list[dist.P2POp]:
-        """Send, and return what is left for the schedule to send."""
+        """Send, and return the operations that are left to the schedule."""
         if not self._transfers.by_itself:
             return ops
         self._transfers.send(ops, direction, microbatch, training=self.has_backward)
         return []
 
     def _receive(self, direction: int, microbatch: int) -> list[dist.P2POp]:
-        """Begin to receive a micro-batch and those after it, and return what is left for the schedule to receive."""
+        """Begin to receive a micro-batch and the next ones, and return the operations that are left to the schedule."""
         if not self._transfers.by_itself:
             return self._expect(direction, microbatch)
         side = self._behind if direction else self._before
-        # How long a message of aq-sgd is depends on what those before it have brought.
+        # The length of an aq-sgd message depends on the samples in the messages before it.
         ahead = 0 if side is None or side.of(0)[direction].by_sample else AHEAD
         for coming in self._transfers.coming(direction, microbatch, ahead):
             self._expect(direction, coming)
         return []
 
     def _expect(self, direction: int, microbatch: int) -> list[dist.P2POp]:
-        """Make room for what a micro-batch brings; the operations that receive it."""
+        """Allocate the buffers for a micro-batch's messages, and return the operations that receive them."""
         if direction == BACKWARD:
             ops = super().get_bwd_recv_ops(microbatch)
             infos, side = self.grad_recv_info[microbatch] if ops else (), self._behind
@@ -363,7 +371,7 @@ class CompressedStage(PipelineStage):
         return ops
 
     def _unpack(self, direction: int, microbatch: int) -> None:
-        """What was received becomes tensors."""
+        """Wait for a micro-batch's messages, and unpack their payloads."""
         for channel, payload, place, work in self._arriving.pop((direction, microbatch), ()):
             if work is not None:
                 work.wait()
@@ -380,7 +388,10 @@ class CompressedStage(PipelineStage):
         return At(self._step, microbatch)
 
     def _samples(self, channel: Channel, microbatch: int, x: Tensor) -> Tensor | None:
-        """The ids of a micro-batch, of which ``x`` crosses; all micro-batches are of one size."""
+        """Return the sample ids of the micro-batch that ``x`` belongs to; all micro-batches have the same size.
+
+        Returns None where the channel needs none.
+        """
         if not channel.by_sample or not self.has_backward:
             return None
         assert self._whole is not None
@@ -396,7 +407,7 @@ class CompressedStage(PipelineStage):
     # ---- before the first step ---------------------------------------------------------------------------------------
 
     def _agree(self) -> None:
-        """Neighbours compare what they were told, and which samples they hold; both ends go on with what both hold."""
+        """Compare configurations and sample buffers with the neighbouring stages on other ranks; see :func:`agree`."""
         for side, other in ((self._before, self.stage_index - 1), (self._behind, self.stage_index + 1)):
             if side is None or self.stage_index_to_group_rank[other] == self.group_rank:
                 continue
@@ -410,17 +421,17 @@ class CompressedStage(PipelineStage):
 
     @property
     def _predates_metadata(self) -> bool:
-        """Whether PyTorch's own stage knows its tensors' forms in another way than later ones: that of 2.11."""
+        """Whether PyTorch's stage keeps tensor metadata as PyTorch 2.11 does; later versions do it differently."""
         return not hasattr(self, "_stage_meta")
 
     def _metas_of_outputs(self) -> Sequence[Any]:
-        """What outputs look like."""
+        """Return shape and dtype of each output."""
         old: Any = self
         return old.get_outputs_meta() if self._predates_metadata else self._stage_meta.outputs or ()
 
     def _meta_of_gradient(self, number: int) -> Any:
-        """What the gradient of an input looks like; None: it has none."""
-        asked = getattr(self, "_get_grad_send_meta", None)  # since 2.13
+        """Return shape and dtype of an input's gradient; None where the input has none."""
+        asked = getattr(self, "_get_grad_send_meta", None)  # since PyTorch 2.13
         if asked is not None:
             return asked(number)
         received = self.args_recv_info[0][number]
@@ -430,14 +441,14 @@ class CompressedStage(PipelineStage):
     # ---- what a user asks --------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, ChannelStats]:
-        """What this stage sent so far: activations ``forward``, gradients ``backward``."""
+        """Return what this stage sent so far: activations under ``forward``, gradients under ``backward``."""
         found = {}
         for name, side, direction in (("forward", self._behind, 0), ("backward", self._before, 1)):
             found[name] = ChannelStats() if side is None else side.stats(direction)
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What this stage's channels keep between two steps; the module's own state is not part of it."""
+        """Return what this stage's channels keep between two steps; the module's own state is not part of it."""
         return {
             "stage": self.stage_index,
             "step": self._step,
@@ -446,11 +457,11 @@ class CompressedStage(PipelineStage):
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there, to the bit; before the first step, on all ranks.
+        """Restore what :meth:`state_dict` returned, bit for bit; call it before the first step, on all ranks.
 
         Raises:
-            ValueError: what is no state, or that of another stage or spec; or steps have been done already. Nothing has
-                changed then.
+            ValueError: this is not such a state, or is one of another stage or spec; or steps have been done already.
+                Nothing has been changed then.
         """
         if self._agreed:
             raise ValueError("the state of a stage is loaded before its first step: make a new CompressedStage")
@@ -477,12 +488,16 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def _is_received(info: Any) -> bool:
-    """Whether an input comes from another stage; in 2.11, what does not is of another class."""
+    """Whether an input comes from another stage; in PyTorch 2.11, inputs that do not have another class."""
     return not getattr(info, "is_root_arg", False) and getattr(info, "buffer", None) is not None
 
 
 def _each(specs: Any, number: int, name: str) -> list[Any]:
-    """A spec for each boundary."""
+    """Return one spec for each boundary.
+
+    Raises:
+        ValueError: a sequence of another length.
+    """
     if isinstance(specs, str) or not isinstance(specs, Sequence):
         return [specs] * number
     if len(specs) != number:

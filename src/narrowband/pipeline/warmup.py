@@ -1,4 +1,4 @@
-"""What channels need of compiled loops, done once at set-up: no micro-batch then waits for a compiler."""
+"""Compiles the loops that channels need, once at set-up, so that no micro-batch waits for a compiler."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["warm_up"]
 
-#: Small tensors take one thread, large ones several. Top-k samples runs of neighbours where there are enough of them,
-#: and single elements elsewhere; it does so in large tensors, too, where runs have misled it.
+#: Shapes that together need all loops. Small tensors take one thread, large ones several. Top-k samples runs of
+#: neighbouring elements where there are enough, and single elements elsewhere, or where runs misled it.
 _SHAPES = ((4, 256), (4, 4096), (4, 65536))
 
-#: Specs for which it is done.
+#: Pairs of specs whose loops are compiled.
 _done: set[str] = set()
 
 
 def warm_up(forward: str | Codec | Compression, backward: str | Codec | Compression) -> None:
-    """Have every loop compiled or loaded that a boundary needs on CPU, and say so if that takes time."""
+    """Compile or load every loop that a boundary needs on the CPU; announce it if that takes time."""
     what = f"{forward} forward and {backward} backward"
     if what in _done:
         return
@@ -41,11 +41,11 @@ def warm_up(forward: str | Codec | Compression, backward: str | Codec | Compress
 
 def _use_once(channel: Channel, x: torch.Tensor) -> None:
     kernels.all_finite(x.view(-1))
-    if channel.by_sample:  # whose buffers may be in files: only what it calls
+    if channel.by_sample:  # its buffers may be in files: call only the loops that packing uses
         flat = x.view(-1)
         kernels.difference(flat, flat, torch.empty_like(flat))
         channel.codec.decode(channel.codec.encode(x), torch.empty_like(x))
         return
-    steps = 1 if channel.reuses or channel.keeps_places else 2  # a gradient takes the places of one message
+    steps = 1 if channel.reuses or channel.keeps_places else 2  # a gradient takes the indices of one message
     for step in range(steps):
         channel.pack(x, At(step, 0), arrived=torch.empty_like(x))
