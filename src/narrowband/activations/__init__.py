@@ -1,26 +1,26 @@
-"""What backward needs of forward's activations, kept in few bits: the fourth place where compression is used.
+"""Compression of saved activations: what autograd saves in forward for backward is kept in 8, 4 or 2 bits.
 
-A forward pass goes through these files from bottom to top; each imports only from those below it.
+The files from the interface down; each imports only from those below it.
 
 =====================  ===============================================================================
 :mod:`.context`        ``nb.compress_activations``, the context around a forward pass; its state
-:mod:`.warmup`         compiles the loops that a model needs, at set-up
-:mod:`.regions`        calls of compiled modules, and of those that backward computes again
-:mod:`.operators`      operators that keep a bit or a byte per element
-:mod:`.recorder`       decides for each tensor that autograd saves how it is kept
-:mod:`.modules`        names of modules, their attention heads, which are computed again
-:mod:`.calls`          which operator is at work, and where its groups are
+:mod:`.warmup`         compiles at set-up the loops that a model needs
+:mod:`.regions`        calls of compiled modules, and of modules that backward recomputes
+:mod:`.operators`      replacements of PyTorch's operators that save a bit or a byte per element
+:mod:`.recorder`       decides how each tensor that autograd saves is kept
+:mod:`.modules`        names of modules, their attention heads, and which are recomputed
+:mod:`.calls`          the operator that is running, and where the groups of its saved tensors are
 :mod:`.storages`       the memory that tensors share
-:mod:`.recompute`      results that are computed again from a packed input
+:mod:`.recompute`      results that backward recomputes from a packed input
 :mod:`.scores`         attention whose scores are too large for codes
-:mod:`.packed`         one packed tensor: its codes, and the way back
+:mod:`.packed`         one packed tensor: its codes, and how it is restored
 :mod:`.ranges`         running estimates of ranges
-:mod:`.outliers`       tensors that codes would not represent
+:mod:`.outliers`       tensors with outliers, which codes cannot represent
 :mod:`.layout`         a tensor's order in memory, and its groups
-:mod:`.compiled`       what a compiled graph packs, as graphs; its codes are those of :mod:`.graph_codes`
+:mod:`.compiled`       packing inside of compiled graphs; the codes are in :mod:`.graph_codes`
 :mod:`.dynamo`         which modules are compiled
-:mod:`.stats`          what was saved: bytes by operator and by module
-:mod:`.policy`         what is kept in how many bits
+:mod:`.stats`          bytes that were saved, by operator and by module
+:mod:`.policy`         which tensors are kept in how many bits
 =====================  ===============================================================================
 
 Source: Pan et al. 2021, Mesa (arXiv 2111.11124).

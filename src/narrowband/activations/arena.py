@@ -1,12 +1,11 @@
 """Memory for the codes of a pass.
 
-Codes live until backward, activations for a moment. Side by side in one heap, codes that are freed leave gaps there,
-which stay with the process. So codes have large pieces of memory to themselves.
+Codes live until backward, activations for a moment only. If both were in one heap, freed codes would leave gaps there,
+which the process cannot return to the system. So codes have large pieces of memory to themselves.
 
-A piece that is new to a process costs more than to write codes into it. Linux gives it page by page: 64 MiB in pages
-of 4 KiB take 21 ms, in pages of 2 MiB 2.5 ms where there are whole ones, and 120 ms where it has to make them out of
-small ones first (AMD EPYC, one thread; to make codes of that size takes 18 ms). So pieces are kept from pass to
-pass.
+Allocating a new piece costs more than writing codes into it, since Linux provides it page by page: 64 MiB take 21 ms in
+pages of 4 KiB, 2.5 ms in pages of 2 MiB where whole ones are free, and 120 ms where Linux has to compact small pages
+first (AMD EPYC, one thread; to make codes of that size takes 18 ms). So pieces are kept from pass to pass.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _HUGE_PAGE = 2 << 20
 
 
 class Pieces:
-    """Pieces of memory that codes of earlier passes had, and codes of later ones get again. Any thread may take them.
+    """A pool of memory pieces for codes, reused from pass to pass. Any thread may take pieces.
 
-    A piece comes back when nothing holds a part of it any more. While nobody uses it, Linux may take its pages away if
-    it is short of memory. All pieces together take no more than those that were in use at once, in the last
-    :data:`_RECENT` to 2 · :data:`_RECENT` passes.
+    A piece returns to the pool when nothing refers to any part of it. While it is idle, Linux may reclaim its pages if
+    memory is short. All pieces together take no more bytes than were in use at once in the last :data:`_RECENT` to
+    2 · :data:`_RECENT` passes.
 
-    Nothing here takes a lock: pieces come back wherever Python lets go of an object, which may be in the middle of
-    anything. What is done to the collections is one operation each.
+    Nothing here takes a lock: a piece returns wherever Python frees an object, which may happen at any point. Instead,
+    each access to the collections is a single operation.
 
     Example:
         >>> pieces = Pieces()
@@ -55,11 +54,11 @@ class Pieces:
         self._idle: deque[mmap.mmap] = deque()
         self._in_use: dict[int, int] = {}  # bytes by the piece's identity
         self._passes = 0
-        self._most = self._most_before = 0  # bytes in use at once, of these passes and of those before
+        self._most = self._most_before = 0  # most bytes in use at once: in this window of passes, in the one before
 
     @property
     def idle_nbytes(self) -> int:
-        """Bytes that no codes are in."""
+        """Bytes of the pieces that are not in use."""
         return sum(len(piece) for piece in tuple(self._idle))
 
     @property
@@ -68,18 +67,18 @@ class Pieces:
         return self.idle_nbytes + self._busy()
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Count a pass that begins."""
         self._passes += 1
         if self._passes % self._RECENT == 0:
             self._most, self._most_before = self._busy(), self._most
             self._trim()
 
     def take(self, nbytes: int) -> Tensor:
-        """A piece of so many bytes or more, uint8, flat; of any content."""
+        """Return a piece of at least so many bytes, flat uint8, uninitialized."""
         piece = self._found(nbytes) or _new_memory(nbytes)
         part = np.frombuffer(piece, np.uint8)
         self._in_use[id(piece)] = len(piece)
-        # The tensor's memory holds this view, and nothing else does.
+        # Only the tensor's memory refers to this view, so its end is the end of the piece's use.
         weakref.finalize(part, _back, weakref.ref(self), piece).atexit = False
         self._most = max(self._most, self._busy())
         self._trim()
@@ -91,8 +90,8 @@ class Pieces:
     def _found(self, nbytes: int) -> mmap.mmap | None:
         for _ in range(len(self._idle)):
             try:
-                piece = self._idle.pop()  # whose pages were used last
-            except IndexError:  # another thread was faster
+                piece = self._idle.pop()  # the most recently used one
+            except IndexError:  # another thread has taken it
                 return None
             if len(piece) >= nbytes:
                 return piece
@@ -100,14 +99,14 @@ class Pieces:
         return None
 
     def _trim(self) -> None:
-        """Give back to the system what was not in use lately."""
+        """Return idle pieces to the system, down to the most bytes that were in use lately."""
         most = max(self._most, self._most_before)
         while self._idle and self.nbytes > most:
             with contextlib.suppress(IndexError):
                 self._idle.popleft()
 
     def put(self, piece: mmap.mmap) -> None:
-        """A piece that nothing is in any more."""
+        """Take back a piece that is no longer in use."""
         self._in_use.pop(id(piece), None)
         free: int | None = getattr(mmap, "MADV_FREE", None)
         if free is not None:
@@ -123,13 +122,13 @@ def _back(pieces: weakref.ref[Pieces], piece: mmap.mmap) -> None:
 
 
 def _new_memory(nbytes: int) -> mmap.mmap:
-    """Memory that nobody had before, in pages of 2 MiB where Linux gives them."""
+    """Allocate memory, in pages of 2 MiB where Linux provides them."""
     rounded = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
     huge: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-    if huge is None:  # no Linux
+    if huge is None:  # not Linux
         return mmap.mmap(-1, rounded)
     memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # of a kernel that has none: then pages are small
+    with contextlib.suppress(OSError):  # a kernel without huge pages: pages are small then
         memory.madvise(huge)
     return memory
 
@@ -137,11 +136,11 @@ def _new_memory(nbytes: int) -> mmap.mmap:
 class Arena:
     """Memory for the codes of one pass: pieces that hold nothing else, filled one after the other.
 
-    A piece is free again with the last of the codes in it, and backward needs them in the opposite order. On devices,
-    PyTorch's own allocator sees to that.
+    A piece is free again when the last codes in it are freed; backward frees codes in reverse order. On other devices
+    than the CPU, codes come from PyTorch's own allocator.
 
     Args:
-        pieces: where they come from.
+        pieces: the pool that pieces come from.
 
     Example:
         >>> arena, cpu = Arena(), torch.device("cpu")
@@ -150,10 +149,11 @@ class Arena:
         (100, 128)
     """
 
-    #: Bytes of a piece. What was never written to takes no memory.
+    #: The least bytes of a piece. Pages that were never written to take no memory.
     PIECE_NBYTES = 64 << 20
     _ALIGNED = 64
-    #: On CPUs; where PyTorch shall count them, codes come from its allocator, as on devices.
+    #: Whether to use pieces on CPUs. If False, codes come from PyTorch's allocator, as on devices, and PyTorch counts
+    #: them.
     pools: ClassVar[bool] = True
 
     def __init__(self, pieces: Pieces | None = None) -> None:
@@ -162,11 +162,11 @@ class Arena:
         self._pieces.begin()
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory for so many bytes: uint8, flat."""
+        """Return memory for so many bytes, flat uint8."""
         if device.type != "cpu" or not self.pools:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         if nbytes > self._piece.size - self._used:
             self._piece, self._used = self._pieces.take(max(nbytes, self.PIECE_NBYTES)).numpy(), 0
         begin = self._used
         self._used += -(-nbytes // self._ALIGNED) * self._ALIGNED
-        return torch.from_numpy(self._piece[begin : begin + nbytes])  # no view, of whose changes autograd keeps count
+        return torch.from_numpy(self._piece[begin : begin + nbytes])  # no view of a tensor: no shared version counter

@@ -1,7 +1,7 @@
-"""Which operator is at work, and where the groups of its saved tensors are.
+"""The operator that is running, and where the groups of its saved tensors are.
 
-A hook on saved tensors is told the tensor and nothing else. A mode on torch functions notes the call that is at work:
-its operator, by the name that a policy has for it, and its arguments.
+A hook on saved tensors gets the tensor and nothing else. So a mode on torch functions notes the running call: its
+operator, by its name in a policy, and its arguments.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Operator(NamedTuple):
     """An operator.
 
     Attributes:
-        name: for a policy.
+        name: its name in a policy.
         kind: where the groups of its saved tensors are.
     """
 
@@ -61,7 +61,7 @@ class Operator(NamedTuple):
 
 
 def _table() -> dict[Any, Operator]:
-    """Functions as a mode sees them. Those that this PyTorch lacks are left out."""
+    """Return the functions as a mode sees them → their operators. Functions that this PyTorch lacks are left out."""
     tensor = torch.Tensor
     calls: dict[Operator, list[Any]] = {
         Operator("matmul", "last"): [F.linear, torch.addmm, torch.mm, tensor.mm, tensor.addmm, F.bilinear],
@@ -93,14 +93,14 @@ def _table() -> dict[Any, Operator]:
 
 _TABLE = _table()
 OTHER = Operator("other", "either")
-#: One of the others, whose derivative does not bear rounding of what it saves.
+#: An operator of "other" whose derivative must not be computed from rounded values: never packed.
 ROUGH = Operator("other", "last")
-#: One of the others, whose derivative is wrong by much where it is of rounded values, and by how much depends on the
-#: model: so it has codes only where the policy names the others.
+#: An operator of "other" whose derivative may have a large error if computed from rounded values, depending on the
+#: model: packed only where the policy names "other".
 NAMED = Operator("other", "last")
 #: Autograd functions, written in Python or behind operators of other libraries.
 CUSTOM = Operator("custom", "either")
-#: A graph of torch.compile, in which there are operators no more.
+#: A graph of torch.compile, whose operators are not visible.
 COMPILED = Operator("compiled", "last")
 CHECKPOINT = Operator("checkpoint", "last")
 
@@ -108,10 +108,11 @@ CHECKPOINT = Operator("checkpoint", "last")
 _OWN = ("aten", "prims")
 
 
-#: The other operators whose derivatives are Lipschitz in what they save, as products and sigmoids are: an error of a
-#: code makes an error of its size. All that are not named here save what bears no rounding, or may: ``amax`` compares
-#: its input with its result, and finds none that is equal; ``div``, ``log`` and ``normalize`` divide by it, and a code
-#: may be zero; ``clamp`` and ``abs`` ask on which side of a bound it was.
+#: Operators of "other" whose derivatives are Lipschitz in what they save, as those of products and sigmoids are: an
+#: error of a code makes an error of its size. Operators that are in neither this list nor the next may save tensors
+#: that must not be rounded: ``amax`` compares its input with its result, and would find no equal element; ``div``,
+#: ``log`` and ``normalize`` divide by a saved value, and a code may be zero; ``clamp`` and ``abs`` ask on which side of
+#: a bound a value was.
 _SMOOTH = frozenset((
     "add", "sub", "rsub", "mul", "multiply", "square", "addcmul", "lerp", "neg", "positive", "subtract", "mean",
     "sum", "var", "var_mean", "exp", "exp2", "expm1", "sigmoid", "tanh", "erf", "erfc", "sinh", "cosh", "softplus",
@@ -123,27 +124,27 @@ _SMOOTH = frozenset((
     "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell", "scaled_dot_product_attention", "native_dropout",
     "alpha_dropout",
 ))  # fmt: skip
-#: Those of which 8 bits of the range are too few, though the derivative is smooth: a loss's gradient is the difference
-#: of what is nearly equal once the model has learned, and the step of sin's codes is in radians.
+#: Operators that need more than 8 bits though their derivatives are smooth: the gradient of a loss is a difference of
+#: numbers that are nearly equal once the model has learned, and an error in sin's input is an error in radians.
 _DELICATE = frozenset((
     "mse_loss", "smooth_l1_loss", "huber_loss", "log_softmax", "logsumexp", "softmin", "cross_entropy", "kl_div",
     "log_sigmoid", "binary_cross_entropy_with_logits", "sin", "cos",
 ))  # fmt: skip
-#: Of these, the ones whose rows may be as wide as a vocabulary: then no other tensor is as large.
+#: Those of _DELICATE whose rows may be as wide as a vocabulary. No other tensor is as large then, so they are packed.
 _OF_ROWS = frozenset(("log_softmax", "logsumexp", "softmin", "cross_entropy"))
-#: How wide that is.
+#: From how many elements on a row counts as that wide.
 _WIDE = 1024
-#: Of a tensor and a number: smooth where that is a whole number, at least 2, or 1.
+#: Powers, which are smooth where the exponent is 1 or a whole number of at least 2.
 _POWERS = frozenset(("pow", "float_power"))
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def operator_of(function: Any) -> Operator:
-    """The operator behind a function, as a mode sees it, whatever its arguments are."""
+    """Return the operator behind a function as a mode sees it, without regard to its arguments."""
     found = _TABLE.get(function)
     if found is not None:
         return found
-    name = getattr(function, "_qualified_op_name", None) or getattr(function, "namespace", None)  # in torch.ops
+    name = getattr(function, "_qualified_op_name", None) or getattr(function, "namespace", None)  # of torch.ops only
     if isinstance(name, str) and name.partition("::")[0] not in _OWN:
         return CUSTOM
     plain = _plain_name(function)
@@ -152,7 +153,7 @@ def operator_of(function: Any) -> Operator:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _plain_name(function: Any) -> str:
-    """Of ``mul``, ``mul_``, ``mul.Tensor``, ``__mul__``, ``__rmul__`` and ``__imul__``: mul."""
+    """Return the plain name, such as mul for ``mul_``, ``mul.Tensor``, ``__mul__``, ``__rmul__`` and ``__imul__``."""
     name = str(getattr(function, "__name__", "")).partition(".")[0]
     plain = name.strip("_")
     swapped = name.startswith("__") and plain[:1] in ("r", "i") and plain[1:] in (*_SMOOTH, *_POWERS)
@@ -161,11 +162,11 @@ def _plain_name(function: Any) -> str:
 
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
 
-#: Names of autograd nodes whose results have their channels in the second dimension, wherever that is of use.
+#: Prefixes of autograd nodes' names. Their results, of more than 2 dimensions, have channels in the second dimension.
 _SECOND = (
     "Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "_MaxPool", "AvgPool", "Mkldnn",
 )  # fmt: skip
-#: Nodes between a parameter and what an operator is given of it: views, and autocast's change of dtype.
+#: Autograd nodes that may lie between a parameter and an operator's operand: views, and autocast's casts.
 _OF_A_PARAMETER = frozenset(
     f"{name}Backward0"
     for name in (
@@ -178,12 +179,12 @@ class Call:
     """A call of an operator.
 
     Args:
-        operator: None: no operator of PyTorch, or one of its backward.
-        args: what it was given.
-        kwargs: by name.
+        operator: the operator; None: not an operator of PyTorch, or one in backward.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
 
     Attributes:
-        bits: of what fused attention saves, 0 where that is kept as it is; None: nobody has asked yet.
+        bits: the bits for the tensors that fused attention saves; 0: kept unchanged; None: not determined yet.
     """
 
     __slots__ = ("_operands", "args", "bits", "kwargs", "operator")
@@ -196,7 +197,7 @@ class Call:
         self.bits: Literal[8, 4, 2, 0] | None = None
 
     def operands(self) -> list[Tensor]:
-        """The tensors that the operator is given."""
+        """Return the tensors among the arguments."""
         if self._operands is None:
             given: list[Any] = [*self.args, *self.kwargs.values()] if self.kwargs else [*self.args]
             for x in given:
@@ -207,12 +208,13 @@ class Call:
         return self._operands
 
     def forms(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of these."""
+        """Return the shapes of the operands."""
         return tuple([x.shape for x in self.operands()])
 
     def samples(self, x: Tensor, grouping: Grouping) -> int:
-        """How many samples a saved tensor's first dimension is made of: products make one of samples and tokens, or
-        heads.
+        """Return the number of samples in a saved tensor's first dimension.
+
+        Matrix products merge samples with tokens or heads into one dimension.
         """
         if grouping.dim == 0:
             return grouping.major
@@ -223,14 +225,14 @@ class Call:
     def grouping(
         self, x: Tensor, operator: Operator, policy: ActivationPolicy, heads: int | None, default_groups: int
     ) -> Grouping:
-        """Where a saved tensor's groups are: heads where there are any, or else groups of channels.
+        """Return where a saved tensor's groups are: heads where there are any, or else groups of channels.
 
         Args:
             x: the tensor.
-            operator: that saves it.
-            policy: may say how many heads or groups there are.
-            heads: of attention in the module at work.
-            default_groups: of channels where nothing says how many.
+            operator: the operator that saves it.
+            policy: may set the number of groups, or ``granularity="layer"``.
+            heads: the number of attention heads in the running module; None: unknown.
+            default_groups: the number of groups of channels where nothing else sets it.
         """
         if policy.granularity == "layer":
             return Grouping(x.dim() - 1, 1)
@@ -250,31 +252,32 @@ class Call:
             if x.dim() == 3 and heads is not None and x.shape[0] % heads == 0:  # (B·H, N, D)
                 return Grouping(0, heads, x.shape[0] // heads)
         dim = 1 if kind == "second" and x.dim() > 1 else x.dim() - 1
-        # Batch normalization makes channels equally large, and with them their errors: each has its own range.
+        # Batch normalization scales channels to the same size, and their errors with them: each has its own range.
         each = x.shape[dim] if operator.name == "batch_norm" and policy.derive else None
         return Grouping(dim, largest_divisor(x.shape[dim], policy.groups or each or heads or default_groups))
 
     def is_statistic(self, x: Tensor, operator: Operator) -> bool:
-        """Means and deviations of normalization, attention's log-sum-exp, and its mask: much depends on them, and they
-        are few, or the same for all layers.
+        """Whether a tensor is a mean or deviation of normalization, or attention's log-sum-exp or mask.
+
+        Such tensors are kept unchanged: results are sensitive to them, and they are small, or the same for all layers.
         """
         if operator.name not in ("attention", "layer_norm", "batch_norm"):
             return False
         given = next(iter(self.operands()), x)
-        if operator.name == "attention":  # a number per row of the scores; there may be more, to fill up
+        if operator.name == "attention":  # log-sum-exp: a number per row of the scores, perhaps with padding
             per_row = x.shape[:-1] == given.shape[:-2] and x.shape[-1] >= given.shape[-2]
             return per_row or (x.shape[-1] == 1 and x.dim() == given.dim()) or self._is_mask(x)
         return x.numel() < given.numel()
 
     def _is_mask(self, x: Tensor) -> bool:
-        """Whether attention adds this tensor to its scores: the mask, or what PyTorch makes of one of bools."""
+        """Whether attention adds this tensor to its scores: the mask, or what PyTorch makes of a boolean mask."""
         mask = self.args[3] if len(self.args) > 3 else self.kwargs.get("attn_mask")
         if not isinstance(mask, Tensor) or not x.dim() or not mask.dim() or x.shape[-1] != mask.shape[-1]:
             return False
         return not x.requires_grad or x.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
 
     def parameter_before_cast(self, x: Tensor) -> Tensor | None:
-        """The parameter of which autocast made a saved tensor, or the one that it is a view of."""
+        """Return the parameter that autocast cast to a saved tensor or to its base; None where there is none."""
         node = x.grad_fn
         if node is not None:
             if node.name() not in _OF_A_PARAMETER:
@@ -285,7 +288,7 @@ class Call:
             return parameter if isinstance(parameter, nn.Parameter) else None
         if x.requires_grad:
             return None
-        # Of one that is frozen nothing says where it comes from.
+        # A frozen parameter leaves no trace in the graph: compare values.
         base = base_of(x)
         those = (given.detach() for given in self.operands() if is_of_a_parameter(given) and given.dtype != x.dtype)
         same = (given for given in those if base.shape == given.shape and torch.equal(base, given.to(x.dtype)))
@@ -293,7 +296,7 @@ class Call:
 
 
 def call_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """A call, as a mode sees it."""
+    """Return the call that a mode sees; its arguments may change what :func:`operator_of` says."""
     operator = operator_of(function)
     if operator is ROUGH and _plain_name(function) in _POWERS and "__r" not in function.__name__:
         exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
@@ -305,7 +308,7 @@ def call_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _width_of_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Over how many elements a softmax or a loss normalizes; 0 for what does not, and where nothing tells."""
+    """Return over how many elements a softmax or loss normalizes; 0 for other functions, and where it is not known."""
     x = args[0] if args else kwargs.get("input")
     if name not in _OF_ROWS or not isinstance(x, Tensor) or not x.dim():
         return 0
@@ -315,30 +318,33 @@ def _width_of_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return x.shape[dim] if isinstance(dim, int) and -x.dim() <= dim < x.dim() else 0
 
 
-#: Between calls.
+#: The call that stands for none.
 NO_CALL = Call()
 
 
 def differentiates_forward() -> bool:
-    """Whether forward-mode derivatives are being computed: tensors come with tangents then, which our operators and
-    codes do not have.
+    """Whether forward-mode derivatives are being computed.
+
+    Tensors have tangents then, which neither codes nor the operators of this package support.
     """
     return forward_ad._current_level >= 0
 
 
 def saved_by_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint is what saves: what it calls may save, too."""
+    """Whether torch.utils.checkpoint itself is saving a tensor, and not a function that it calls."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and _is_between(frame):
-        frame = frame.f_back  # up to the hook's caller
+        frame = frame.f_back  # to the hook's caller
     if frame is not None and frame.f_code is _APPLY:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == checkpoint.__file__
 
 
 def says_what_rounding_does() -> None:
-    """Have the checkpoint that is saving its inputs say, if its second run goes another way than the first, that these
-    have been rounded, and what to do. One with ``use_reentrant=True`` does not compare its runs.
+    """Improve the error of the checkpoint that is saving its inputs, for the case that its two runs differ.
+
+    The error then says that the inputs were rounded, and what to do. A checkpoint with ``use_reentrant=True`` does not
+    compare its runs.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and (_is_between(frame) or frame.f_code is _APPLY):
@@ -353,7 +359,7 @@ def says_what_rounding_does() -> None:
         frame = frame.f_back
 
 
-#: What a checkpoint has to compare the tensors of its runs.
+#: The method of a checkpoint that compares the tensors of its two runs.
 _COMPARES = "check_recomputed_tensors_match"
 
 
@@ -362,9 +368,9 @@ def _compare(kept: weakref.ref[Any], compare: Any, *run: Any) -> None:
     try:
         compare(there, *run)
     except checkpoint.CheckpointError as error:
-        shapes = re.findall(r"torch\.Size\(\[.*?\]\)", str(error))  # of each tensor, in the first run and the second
+        shapes = re.findall(r"torch\.Size\(\[.*?\]\)", str(error))  # for each tensor: in the first run, in the second
         if shapes and shapes[::2] == shapes[1::2]:
-            raise  # rounding changes no dtype and no device
+            raise  # dtypes or devices differ, which rounding cannot cause
         raise checkpoint.CheckpointError(
             "torch.utils.checkpoint: the second run saved other tensors than the first. It began from inputs that "
             "compress_activations kept in few bits, so a module that routes, compares or takes an argmax may go "
@@ -374,12 +380,13 @@ def _compare(kept: weakref.ref[Any], compare: Any, *run: Any) -> None:
 
 
 def _is_between(frame: types.FrameType) -> bool:
-    """Whether a frame is between the hook and its caller: this room's code, or what hides it from Dynamo."""
+    """Whether a frame is between the hook and its caller: code of this folder, or what hides it from Dynamo."""
     return frame.f_code.co_filename.startswith(_ROOM) or frame.f_code.co_filename.endswith(_HIDING)
 
 
 _ROOM = os.path.dirname(__file__) + os.sep
-#: PyTorch's, where :func:`~narrowband.compiler.unseen` has to use it.
+#: Files of the functions that hide code from Dynamo: PyTorch's own is used by :func:`~narrowband.compiler.unseen`.
 _HIDING = (compiler.__file__, "/torch/_dynamo/eval_frame.py")
-#: Between the hook and who calls an autograd function, where that is Python: until PyTorch 2.13.
+#: ``Function.apply``, which lies between the hook and the caller of an autograd function, where it is written in
+#: Python: until PyTorch 2.13.
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)

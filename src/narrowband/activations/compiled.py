@@ -1,14 +1,14 @@
 """Saved activations under ``torch.compile``: packed inside the compiled forward, restored inside the compiled backward.
 
 A compiled region is one autograd function, so hooks in Python would see all its saved tensors at once, parameters among
-them, and restore all of them before backward begins. Hooks that are graph modules are inlined instead: AOTAutograd
-calls them once per saved tensor while it compiles, and puts what they do into both graphs. There is no Python at run
-time, and the compiler may fuse and order it.
+them, and would restore all of them before backward begins. Hooks that are graph modules are inlined instead:
+AOTAutograd traces them once per saved tensor while it compiles, and puts their operators into both graphs. No Python
+runs at run time, and the compiler may fuse and reorder the operators.
 
-What is saved is the compiler's decision. Its partitioner may keep what comes before a GELU and compute the GELU again;
-the hooks are asked after that, and only about what nothing but this graph holds (no inputs, parameters, outputs).
+The compiler decides what is saved. Its partitioner may keep the input of a GELU and recompute the GELU. It calls the
+hooks after that, and only for tensors that nothing but this graph holds (no inputs, parameters, outputs).
 
-Codes are those of :mod:`.graph_codes`.
+:mod:`.graph_codes` has the codes.
 """
 
 from __future__ import annotations
@@ -47,23 +47,24 @@ _PACKED = (torch.float32, torch.float16, torch.bfloat16)
 def compiled_hooks(
     bits: Literal[8, 4, 2], *, min_numel: int = 4096, group: int = 256, stochastic: bool = True
 ) -> tuple[GraphModule, GraphModule]:
-    """Pack and unpack, for ``torch.autograd.graph.saved_tensors_hooks`` around calls of compiled models.
+    """Return hooks (pack, unpack) for ``torch.autograd.graph.saved_tensors_hooks`` around calls of compiled models.
 
-    Entering and leaving them compiles anew, once each. Left as they are: what is no float32, float16 or bfloat16, small
-    tensors, copies of the graph's inputs (parameters in the dtype of autocast), and what rounding would spoil: numbers
-    of which there is one per row, such as a softmax's logarithm, and whatever operators of other libraries read. Where
-    backward asks for the sign, as that of ReLU does, signs are kept. Masks take one bit per element, and lose nothing.
+    The model is compiled again once with the hooks on and once with them off. These tensors are kept unchanged: those
+    that are not float32, float16, bfloat16 or masks; small tensors; copies of the graph's inputs (parameters in the
+    dtype of autocast); and those that rounding would spoil: tensors with one number per row, such as a softmax's
+    logarithm, and whatever operators of other libraries read. Where backward asks for the sign of a value, as that of
+    ReLU does, signs are kept. Masks are packed without loss, in one bit per element.
 
-    A group that holds inf or NaN is NaN when it is restored, as is one whose range is too wide for float32.
+    A group that holds inf or NaN, or whose range exceeds float32, is restored as NaN.
 
     Args:
-        bits: per element.
-        min_numel: smaller tensors are left as they are.
-        group: elements that share a range, a multiple of 8. It costs 8 bytes.
-        stochastic: whether rounding is right on average; otherwise to nearest.
+        bits: bits per element.
+        min_numel: tensors with fewer elements are kept unchanged.
+        group: how many elements share a range, a multiple of 8. A range takes 8 bytes.
+        stochastic: round stochastically, which is unbiased; otherwise to nearest.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number is out of its range.
 
     Example:
         >>> with torch.autograd.graph.saved_tensors_hooks(*compiled_hooks(4)):
@@ -78,22 +79,23 @@ def compiled_hooks(
     return _hooks(bits, min_numel, group, stochastic)
 
 
-@functools.cache  # compiled code is guarded by the identity of its hooks: the same have to come back, and to live on
+@functools.cache  # compiled code is guarded by the identity of its hooks: return the same ones, and keep them alive
 def _hooks(bits: int, min_numel: int, group: int, stochastic: bool) -> tuple[GraphModule, GraphModule]:
     options = {"bits": bits, "min_numel": min_numel, "group": group, "stochastic": stochastic}
     return _hook(_pack, options), _hook(_unpack, {"bits": bits, "group": group})
 
 
 def _hook(function: Callable[..., Any], options: dict[str, Any]) -> GraphModule:
-    """A graph module of one call. AOTAutograd traces through it for every saved tensor, so it may ask for shapes."""
+    """Return a graph module of one call. AOTAutograd traces it for every saved tensor, so the call may read shapes."""
     graph = torch.fx.Graph()
     call = graph.call_function(function, (graph.placeholder("saved"),), options)
     graph.output(call)
-    # The cache of compiled graphs on disk knows the call's name and options, but cannot see into it.
+    # The cache of compiled graphs on disk sees the call's name and options only; the hash covers its source.
     call.meta["is_wrapped"] = True
     call.meta["user_cache_hash"] = _source()
     module = torch.fx.GraphModule({}, graph)
-    # Between compiled graphs autograd calls it while Dynamo watches, which would compile it. The class is its own.
+    # Between compiled graphs autograd calls the module while Dynamo is active, which must not compile it. Every graph
+    # module has a class of its own, so this changes no other module.
     kind: Any = type(module)
     kind.__call__ = unseen(kind.__call__)
     return module
@@ -111,10 +113,10 @@ _outside: ContextVar[tuple[Pack, Unpack] | None] = ContextVar("outside", default
 def compiled_saving(
     hooks: tuple[GraphModule, GraphModule], between: tuple[Pack, Unpack] | None = None
 ) -> Iterator[None]:
-    """Save with hooks of :func:`compiled_hooks`, and with others where a tensor is saved outside of compiled graphs.
+    """Save tensors with the hooks of :func:`compiled_hooks`, and those saved outside of compiled graphs with others.
 
-    A model may be compiled in parts, and graphs may break. What is saved in between goes to the hooks ``between``, in
-    Python; without them it is kept as it is.
+    A model may be compiled in parts, and graphs may break. The Python hooks ``between`` handle the tensors saved in
+    between; without such hooks these are kept unchanged.
 
     Example:
         >>> with compiled_saving(compiled_hooks(8), (pack, unpack)):
@@ -129,7 +131,7 @@ def compiled_saving(
 
 
 class _Outside:
-    """A tensor saved outside of compiled graphs, by the hooks for that."""
+    """A tensor saved outside of compiled graphs, with the hooks ``between`` of :func:`compiled_saving`."""
 
     __slots__ = ("_kept", "_unpack")
 
@@ -142,12 +144,12 @@ class _Outside:
 
 
 class _Unchanged:
-    """A tensor that is kept as it is. With hooks PyTorch no longer sees to it that nobody writes to it."""
+    """A tensor that is kept unchanged. With hooks, PyTorch itself no longer checks for in-place modifications."""
 
     __slots__ = ("_version", "_x")
 
     def __init__(self, x: Tensor) -> None:
-        self._x = x.detach()  # of an output of the very node that keeps it, the original would never be freed
+        self._x = x.detach()  # a node that keeps its own output would otherwise be in a cycle that is never freed
         self._version = x._version
 
     def restore(self) -> Tensor:
@@ -200,8 +202,9 @@ def _unpack(packed: Any, *, bits: int, group: int) -> Tensor:
 
 
 def _note(x: Tensor, packed: tuple[Tensor, ...]) -> Tensor:
-    """No elements, and a shape that tells how many bytes there were, and how many there are: all that a graph that runs
-    can tell about what it packed; it may come from a cache.
+    """Return an empty tensor of shape (bytes before packing, 0, bytes after it).
+
+    It is how a running graph, which may come from a cache, tells what it packed.
     """
     return packed[0].new_empty((_nbytes(x), 0, sum(map(_nbytes, packed))))
 
@@ -211,7 +214,7 @@ def _nbytes(x: Tensor) -> int:
 
 
 def graph_bytes(saved: Iterable[Tensor]) -> tuple[int, int]:
-    """Of what a compiled graph saved: bytes that were packed, and the bytes that they became."""
+    """Return, for the tensors that a compiled graph saved, the bytes before packing and those after it."""
     notes = [x.shape for x in saved if x.dtype == torch.uint8 and x.dim() == 3 and x.shape[1] == 0]
     return sum(shape[0] for shape in notes), sum(shape[2] for shape in notes)
 
@@ -224,28 +227,28 @@ def _worth_packing(x: Tensor, min_numel: int) -> bool:
 
     if x.layout != torch.strided or x.dtype not in (*_PACKED, torch.bool) or x.dim() == 0:
         return False
-    # A size that depends on data is not known to be large enough.
+    # A size that depends on data counts as too small.
     return guard_or_false(x.numel() >= min_numel) and not guard_or_false(x.shape[-1] == 1)
 
 
 class _Saved:
-    """A saved tensor, as the two graphs show it.
+    """A saved tensor with its uses in the forward and backward graph.
 
-    Backward may compute other values from it first: the partitioner keeps what a linear layer made, say, and computes
-    normalization and GELU of it again. A rounding of the one is one of the others, so all of them are followed, up to
-    where the gradients that backward is given come in.
+    Backward may first compute other values from it: for example, the partitioner keeps the result of a linear layer,
+    and recomputes normalization and GELU from it. Rounding the tensor rounds all these values, so all of them are
+    followed, up to where incoming gradients enter.
 
     Args:
-        node: of the forward graph, that computes it.
+        node: the node of the forward graph that computes the tensor.
         backward: the graph that uses it.
 
     Raises:
-        UnsupportedError: backward knows it by another name, under which PyTorch does not find it either.
+        UnsupportedError: the tensor has another name in the backward graph, so that PyTorch does not find it either.
     """
 
     def __init__(self, node: Node, backward: Graph) -> None:
         self._node = node
-        # The state of a random number generator is the one that has two names.
+        # Only the state of a random number generator has two names.
         placeholder = next((n for n in backward.find_nodes(op="placeholder") if n.name == node.name), None)
         if placeholder is None:
             raise UnsupportedError(
@@ -254,20 +257,20 @@ class _Saved:
                 "activations; compile what is inside torch.utils.checkpoint, or checkpoint without torch.compile"
             )
         self._users: list[Node] = []
-        #: With its values; above zero where it is; and all that are computed from it and no gradient.
+        #: Nodes with the tensor's values; with its signs; and all that are computed from it without gradients.
         self._names, self._alike, self._derived = {placeholder}, {placeholder}, {placeholder}
         self._follow(backward)
 
     @classmethod
     def current(cls) -> _Saved | None:
-        """The one that AOTAutograd asks about; None where it is not compiling."""
+        """Return the tensor that AOTAutograd is calling the hook for; None where it is not compiling."""
         from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
         context = _get_saved_tensor_hook_context()
         return None if context is None else cls(context["_node"], context["_bw_graph"])
 
     def copies_input(self) -> bool:
-        """Whether it is an input of the graph in another form, perhaps a parameter in the dtype of autocast."""
+        """Whether the tensor is a view or cast of a graph input, such as a parameter in the dtype of autocast."""
         return self._origin().op == "placeholder"
 
     def _follow(self, backward: Graph) -> None:
@@ -289,31 +292,31 @@ class _Saved:
                     left.append(user)
 
     def bears_rounding(self) -> bool:
-        """Whether it is an operator's result, and used by operators of PyTorch."""
+        """Whether the tensor may be rounded: it is an operator's first result, and no use of it forbids rounding."""
         origin = self._origin()
         if origin.target is operator.getitem and origin.args[1] != 0 and _has_extras(origin.args[0]):
             return False
         return not any(_is_foreign(user) or self._is_rough_for(user) for user in self._users)
 
     def _is_rough_for(self, user: Node) -> bool:
-        if _asks_for_sign(user) and not _is_relu(user):  # of what has its signs: these are kept
+        if _asks_for_sign(user) and not _is_relu(user):  # fine for values with the tensor's signs, which are kept
             compared = [x for x in user.all_input_nodes if x in self._derived]
             return not all(x in self._alike for x in compared)
         return _is_rough(user, self._derived)
 
     def _origin(self) -> Node:
-        """The node that computes its values."""
+        """Return the node that computes the tensor's values, behind views and casts."""
         node = self._node
         while _same_values(node) or _is_part(node):
             node = node.args[0]  # type: ignore[assignment]
         return node
 
     def sign_matters(self) -> bool:
-        """Whether backward compares it with zero."""
+        """Whether backward compares the tensor with zero."""
         return any(_asks_for_sign(user) for user in self._users)
 
 
-#: Of a backward graph, the nodes that depend on the gradients that it is given. While tensors are packed, it grows.
+#: Backward graph → its nodes that depend on incoming gradients. A cache, since the graph grows as tensors are packed.
 _gradients: weakref.WeakKeyDictionary[Graph, set[Node]] = weakref.WeakKeyDictionary()
 
 
@@ -322,7 +325,7 @@ def _of_gradients(backward: Graph) -> set[Node]:
     if found is None:
         found = _gradients[backward] = set()
         for node in backward.nodes:
-            # PyTorch's own partitioner knows them by this name.
+            # PyTorch's own partitioner, too, recognizes incoming gradients by this name.
             given = node.op == "placeholder" and "tangents" in str(node.target)
             if given or any(x in found for x in node.all_input_nodes):
                 found.add(node)
@@ -342,12 +345,12 @@ def _same_values(node: Node) -> bool:
 
 
 def _is_part(node: Node) -> bool:
-    """Whether a node is a view out of the several that ``split`` and its like return."""
+    """Whether a node picks one of the views that ``split`` and similar operators return."""
     return node.target is operator.getitem and _same_values(node.args[0])  # type: ignore[arg-type]
 
 
 def _has_extras(node: Any) -> bool:
-    """Whether an operator returns its result first, and with it what its backward needs besides."""
+    """Whether an operator returns more than its result, such as statistics for its backward."""
     if isinstance(node.target, torch._ops.OpOverload):
         return len(node.target._schema.returns) > 1
     return str(node.target) == "flex_attention"
@@ -360,13 +363,13 @@ def _is_foreign(node: Node) -> bool:
 
 
 def _is_rough(node: Node, rounded: set[Node]) -> bool:
-    """Whether an operator's result may change by far more than the values that these nodes have."""
+    """Whether an operator's result may change by far more than its operands in ``rounded`` do by rounding."""
     aten = torch.ops.aten
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     packet = node.target.overloadpacket
     if packet in (aten.le, aten.lt, aten.ge, aten.gt):
-        return bool(node.args[1] != 0)  # with zero, signs are kept
+        return bool(node.args[1] != 0)  # comparisons with zero are fine: signs are kept
     if packet is aten.div:
         return node.args[1] in rounded and not _is_far_from_zero(node.args[1])
     if packet is aten.pow:
@@ -377,14 +380,16 @@ def _is_rough(node: Node, rounded: set[Node]) -> bool:
         aten.eq, aten.ne, aten.rsqrt, aten.sqrt, aten.atan2, aten.remainder, aten.fmod, aten.floor, aten.ceil,
         aten.round, aten.trunc, aten.maximum, aten.minimum, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.sort,
         aten.topk, aten.hardtanh_backward,
-        # Not rough, but too fine for codes: see calls.py. A backend that takes losses apart shows none of these.
+        # Not rough, but codes are not precise enough: see _DELICATE in calls.py. Backends that decompose losses into
+        # simpler operators show none of these.
         aten.sin, aten.cos, aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward,
     )  # fmt: skip
 
 
 def _is_far_from_zero(x: Any) -> bool:
-    """Whether rounding what it is made of changes a value by a small share of itself: an exponential, or a sum of such
-    and of what is not negative, as the divisors of SiLU and softmax are.
+    """Whether rounding its operands changes a value by a small share of itself.
+
+    True for exponentials, numbers of at least 0 and their sums, as the divisors of SiLU and softmax are.
     """
     if isinstance(x, (int, float)):
         return x >= 0
@@ -401,10 +406,10 @@ def _is_far_from_zero(x: Any) -> bool:
 
 def _asks_for_sign(node: Node) -> bool:
     aten = torch.ops.aten
-    if node.target is operator.getitem:  # of an operator's several results, which are followed
+    if node.target is operator.getitem:  # picks one of several results; its users are followed
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
-        return True  # a graph in the graph may ask
+        return True  # a nested graph may ask
     packet = node.target.overloadpacket
     if packet in (aten.le, aten.lt, aten.ge, aten.gt):
         return bool(node.args[1] == 0)

@@ -1,8 +1,8 @@
-"""``nb.compress_activations``: the context around a forward pass, in which activations are packed for backward.
+"""``nb.compress_activations``: the context around a forward pass that packs the activations saved for backward.
 
-Forward computes with exact activations. What autograd saves of them for backward goes to a
-:class:`~narrowband.activations.recorder.Recorder`: large floating tensors are quantized, and restored when backward
-asks for them.
+Forward computes with exact activations. The tensors that autograd saves for backward go to a
+:class:`~narrowband.activations.recorder.Recorder`: it quantizes large floating-point tensors, and restores them when
+backward asks for them.
 
 Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
 """
@@ -43,12 +43,12 @@ __all__ = ["ActivationCompression", "compress_activations"]
 
 log = logging.getLogger(__name__)
 
-#: Models of which nothing was compressed, and about which a warning was given.
+#: Models that a warning was logged for, since nothing of them was compressed.
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-#: The estimates of a model live as long as it does, so that every step may make its context anew.
+#: Model → range estimates. They live as long as the model, so that every step may create a new context.
 _estimates: weakref.WeakKeyDictionary[nn.Module, Estimates] = weakref.WeakKeyDictionary()
-#: And so does the memory for its codes.
+#: Model → memory for its codes, which lives as long.
 _pieces: weakref.WeakKeyDictionary[nn.Module, Pieces] = weakref.WeakKeyDictionary()
 
 
@@ -56,24 +56,24 @@ _pieces: weakref.WeakKeyDictionary[nn.Module, Pieces] = weakref.WeakKeyDictionar
 def compress_activations(
     model: nn.Module, bits: Bits | None = None, *, policy: ActivationPolicy | None = None, **options: Any
 ) -> ActivationCompression:
-    """Keep what backward needs of a model's activations in few bits.
+    """Keep the activations that a model saves for backward in few bits.
 
-    Use what is returned as a context around the forward pass, or as a decorator of a function that runs it. Backward
-    may be inside or outside. Ranges are learned from step to step; they belong to the model, so the context may be made
-    once or in every step.
+    Use the result as a context around the forward pass, or as a decorator of a function that runs it. Backward may run
+    inside or outside of it. Ranges of codes are learned from step to step and belong to the model, so the context may
+    be created once or in every step.
 
     Args:
-        model: any module. DistributedDataParallel around it is seen through.
+        model: any module. A DataParallel or DistributedDataParallel around it is unwrapped.
         bits: 8, 4 or 2, short for ``policy=ActivationPolicy(bits=…)``; 8 where neither is given.
-        policy: what is kept in how many bits; see :class:`ActivationPolicy`.
+        policy: which tensors are kept in how many bits; see :class:`ActivationPolicy`.
         options: fields of a policy, such as ``operators={"softmax": "off"}``, where no policy is given.
 
     Raises:
         ValueError: a pattern of the policy matches no module; or a field of the policy has a value that it cannot have.
-        TypeError: both a policy and fields of one; a field that does not exist; or what is no model, or no policy.
+        TypeError: both a policy and fields of one are given; a field does not exist; or the model or policy is none.
 
     Example:
-        What the loss saves is outside of the model and stays as it is:
+        Tensors that the loss saves are outside of the model and stay unchanged:
 
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         >>> with nb.compress_activations(model, bits=8) as saved:
@@ -97,18 +97,18 @@ def compress_activations(
 
 
 class ActivationCompression(contextlib.ContextDecorator):
-    """Context of :func:`compress_activations`; it yields a :class:`Saved`, which is complete when the context ends.
+    """Context of :func:`compress_activations`. It yields a :class:`Saved`, which is complete when the context ends.
 
-    It may be entered again and again, and by several threads at once, but not inside of another one.
+    It may be entered repeatedly, and by several threads at once, but not inside of another such context.
 
     Args:
-        model: whose activations.
-        policy: what is kept in how many bits.
+        model: the model whose activations are compressed.
+        policy: which tensors are kept in how many bits.
 
     Raises:
-        TypeError: one of these is something else.
+        TypeError: the model is no module, or the policy is no policy.
         ValueError: a pattern of the policy matches no module.
-        UnsupportedError: the model is compiled in a way that does not go with this, or by ``torch.jit``.
+        UnsupportedError: the model is compiled in a way that cannot be handled, or by ``torch.jit``.
     """
 
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
@@ -121,7 +121,7 @@ class ActivationCompression(contextlib.ContextDecorator):
         self.estimates = _estimates.setdefault(model, Estimates(seed=_seed()))
         self._pieces = _pieces.setdefault(model, Pieces())
         self._total, self._last = SavedStats(), SavedStats()
-        self._lock = threading.Lock()  # of what several threads count
+        self._lock = threading.Lock()  # protects the statistics, which several threads add to
         warm_up(model, policy)
 
     @unseen
@@ -131,8 +131,8 @@ class ActivationCompression(contextlib.ContextDecorator):
                 "compress_activations is entered inside of another one in the same thread: only one can decide what a "
                 "tensor is kept in. Give the outer one a policy for both models"
             )
-        warm_up(self.model, self.policy)  # autocast may be on by now
-        self.estimates.decay = self.policy.decay  # of this pass: other contexts of the model may have another
+        warm_up(self.model, self.policy)  # again, since autocast may be on by now
+        self.estimates.decay = self.policy.decay  # for this pass: another context of the model may have another decay
         self.estimates.notes.receive()
         stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
@@ -153,7 +153,7 @@ class ActivationCompression(contextlib.ContextDecorator):
         return recorder.saved
 
     def _attach(self, recorder: Recorder, stack: contextlib.ExitStack) -> None:
-        """Let a recorder know which module is at work."""
+        """Install hooks that tell a recorder which module is running."""
         compiled = self.modules.check()
         for module in {*compiled, *self.modules.recomputed}:
             stack.enter_context(rerouted(module))
@@ -162,7 +162,7 @@ class ActivationCompression(contextlib.ContextDecorator):
             stack.callback(modules_of_torch.register_module_forward_hook(recorder.leaving, always_call=True).remove)
             stack.callback(self.model.register_forward_pre_hook(recorder.begins, with_kwargs=True).remove)
             return
-        for module in eager_modules(self.model):  # no hooks on all modules: Dynamo would compile them along
+        for module in eager_modules(self.model):  # no global module hooks: Dynamo would compile them into the graphs
             if module is self.model:
                 stack.callback(module.register_forward_pre_hook(recorder.begins, with_kwargs=True).remove)
             stack.callback(module.register_forward_pre_hook(recorder.entering).remove)
@@ -205,7 +205,7 @@ class ActivationCompression(contextlib.ContextDecorator):
             self._last = last
 
     def stats(self) -> Stats[SavedStats]:
-        """Bytes that were saved for backward: in total, and in the last run through the context.
+        """Return the bytes that were saved for backward: in total, and in the last run through the context.
 
         Example:
             >>> layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -220,12 +220,12 @@ class ActivationCompression(contextlib.ContextDecorator):
             return Stats(SavedStats(**vars(self._total)), SavedStats(**vars(self._last)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Ranges by name, (2, groups) float32 each, α and β; the seed of random draws, and how many were made.
+        """Return the ranges by name, (2, groups) float32 each, α and β; the random seed; and the number of draws.
 
-        A name is ``module:operator:place``: the third tensor that the operator saves in a module has the place 2,
-        whether or not the first two are computed again instead. Of layer normalization's input in its normalized form
-        it is ``module:layer_norm:place:normalized``. ``module:attention:place:scores`` has the error of scores in the
-        place of a width.
+        A name is ``module:operator:place``: the third tensor that the operator saves in a module has place 2, whether
+        or not the first two are recomputed instead. The normalized input of layer normalization is named
+        ``module:layer_norm:place:normalized``. ``module:attention:place:scores`` holds the error of attention scores
+        instead of a width.
         """
         return {
             "estimates": self.estimates.state_dict(),
@@ -234,10 +234,10 @@ class ActivationCompression(contextlib.ContextDecorator):
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: it is something else, or of another model. Nothing has changed then.
+            ValueError: this is not such a state, or is one of another model. Nothing has been changed then.
         """
         if not isinstance(state, Mapping) or set(state) != {"estimates", "seed", "draws"}:
             what = ", ".join(map(repr, state)) if isinstance(state, Mapping) else _shown(state)
@@ -262,24 +262,24 @@ class ActivationCompression(contextlib.ContextDecorator):
 
 
 class _Collector:
-    """Python's search for garbage, which passes do without, in whatever threads.
+    """Pauses Python's garbage collector during forward passes, in all threads.
 
-    A pass makes many objects, and all of them live until backward. Python takes so many new ones for a reason to look
-    through them, and after some steps through all that a process has, which takes a tenth of a second or more. So
-    those of a pass are not counted: the next search waits for as many others as it would without them.
+    A pass creates many objects that live until backward. That many new objects trigger a collection, and after some
+    steps a full collection of all objects of the process, which takes a tenth of a second or more. So the objects of a
+    pass are not counted: the collector's threshold is raised by their number.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._passes = 0
         self._stopped = False
-        self._before = 0  # new objects when the first of the passes began
-        #: How many new objects Python takes for a reason to look through them: as others want it, and as set here.
+        self._before = 0  # the collector's count of new objects when the first of the running passes began
+        #: The collector's threshold of new objects: as set by others, and as last set here.
         self._wanted = self._set = 0
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """For a pass. What the last one to end finds stopped by the first one goes on."""
+        """Pause the collector for a pass: the first of several concurrent passes stops it, the last one restarts it."""
         with self._lock:
             self._passes += 1
             if gc.isenabled():
@@ -296,11 +296,11 @@ class _Collector:
                     gc.enable()
 
     def _leave_out(self) -> None:
-        """Have Python not count the objects that passes made: some die right away, the others in backward."""
+        """Raise the threshold by the number of objects that passes created: they die soon, or in backward."""
         most, *older = gc.get_threshold()
         if most != self._set:
             self._wanted = most
-        if self._wanted:  # or it never searches
+        if self._wanted:  # with a threshold of 0 Python never collects
             self._set = self._wanted + max(0, gc.get_count()[0] - self._before)
             gc.set_threshold(self._set, *older)
 
@@ -309,7 +309,12 @@ _collector = _Collector()
 
 
 def _check_arguments(model: Any, policy: Any) -> None:
-    """Raise TypeError for what is no model, or no policy."""
+    """Check the model and the policy.
+
+    Raises:
+        TypeError: the model is no module, or the policy is no policy.
+        UnsupportedError: the model is a ``torch.jit`` module.
+    """
     if isinstance(model, type):
         name = model.__name__
         raise TypeError(f"compress_activations was given the class {name}: give it a model, such as {name}(…)")
@@ -331,7 +336,7 @@ def _check_arguments(model: Any, policy: Any) -> None:
 
 
 def _module_of(name: Any) -> str | None:
-    """The module in the name of an estimate; None where it is no such name."""
+    """Return the module in the name of an estimate; None where the name is not that of an estimate."""
     own = r"(.*):([a-z_]+):\d+(:normalized|:scores)?"
     match = re.fullmatch(own, name, re.DOTALL) if isinstance(name, str) else None
     return match[1] if match is not None and match[2] in OPERATORS else None
@@ -343,7 +348,7 @@ def _shown(value: Any) -> str:
 
 
 def _refusal(error: object) -> UnsupportedError | None:
-    """What it means here that PyTorch refused hooks on saved tensors; None if it did something else."""
+    """Return the error to raise where ``torch.func`` refused hooks on saved tensors; None for any other error."""
     text = f"{error}"
     if not isinstance(error, RuntimeError) or "torch.func" not in text or "saved tensor hooks" not in text:
         return None
@@ -355,6 +360,6 @@ def _refusal(error: object) -> UnsupportedError | None:
 
 
 def _seed() -> int:
-    """From what ``torch.manual_seed`` was given, and another one on every rank: so roundings average out over ranks."""
+    """Return a seed from ``torch.initial_seed()`` that differs between ranks, so that rounding errors average out."""
     rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
     return (torch.initial_seed() + rank) & 0xFFFFFFFF

@@ -1,7 +1,7 @@
-"""What has to be known of ``torch.compile`` around a forward pass: which modules it compiled, and whether they bear it.
+"""Which modules ``torch.compile`` compiled, and whether a forward pass can handle them.
 
-Hooks on modules, the mode on functions and hooks on saved tensors are Python. Dynamo would see them, and compile them
-along, anew for every pass: :func:`narrowband.compiler.unseen` hides them.
+A pass's hooks on modules and saved tensors and its function mode are Python code. Dynamo would compile them into the
+graphs, again for every pass: :func:`narrowband.compiler.unseen` hides them from it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def is_compiled_itself(module: nn.Module) -> bool:
         >>> is_compiled_itself(torch.compile(nn.Linear(4, 4)))
         True
     """
-    # What torch.compile returns, module or function, tells how it compiles; what torch.compiler.disable returns, not.
-    # Modules look long for an attribute that they have not, and every pass asks all of them.
+    # What torch.compile returns, module or function, has get_compiler_config; what torch.compiler.disable returns has
+    # not. Look it up in vars(): nn.Module is slow to look up a missing attribute, and every pass asks all modules.
     own = vars(module)
     forward = own.get("forward") or getattr(type(module), "forward", None)
     configured = "get_compiler_config" in own or hasattr(forward, "get_compiler_config")
@@ -33,10 +33,10 @@ def is_compiled_itself(module: nn.Module) -> bool:
 
 
 def obstacle() -> str | None:
-    """Why compiled models cannot be handled in this process, in a sentence; None where they can.
+    """Return, in a sentence, why compiled models cannot be handled in this process; None where they can.
 
-    Hooks have to know which node of the graph a tensor comes from and what backward does with it. PyTorch has no stable
-    name for that.
+    Hooks must know which node of the graph a tensor comes from, and what backward does with it. PyTorch has no stable
+    API for that.
     """
     try:
         from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context  # noqa: F401
@@ -49,8 +49,9 @@ def obstacle() -> str | None:
 
 
 def modules_of(model: nn.Module, is_closed: Callable[[nn.Module], bool] = lambda _: False) -> Iterator[nn.Module]:
-    """A module and all inside of it, each once, but for what is inside of closed ones. Every pass looks through a
-    model, and ``model.modules()`` takes five times as long.
+    """Yield a module and all modules inside of it, each once, without those inside of closed modules.
+
+    Every pass goes through the whole model, and ``model.modules()`` takes five times as long.
     """
     seen, left = {id(model)}, [model]
     while left:
@@ -64,7 +65,7 @@ def modules_of(model: nn.Module, is_closed: Callable[[nn.Module], bool] = lambda
 
 
 def compiled_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules to which ``torch.compile`` was applied, the outermost ones."""
+    """Return the outermost modules to which ``torch.compile`` was applied."""
     found = []
 
     def is_closed(module: nn.Module) -> bool:
@@ -79,13 +80,13 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def eager_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules that are neither compiled nor inside of one that is."""
+    """Return the modules that are neither compiled nor inside of a compiled one."""
     return [module for module in modules_of(model, is_compiled_itself) if not is_compiled_itself(module)]
 
 
 @contextmanager
 def without_mode(mode: torch.overrides.TorchFunctionMode) -> Iterator[None]:
-    """Take a mode on functions away, also from below others."""
+    """Remove a function mode from the stack of modes for a while, also where others are above it."""
     overrides: Any = torch.overrides
     above: list[Any] = []
     stack = overrides._get_current_function_mode_stack()

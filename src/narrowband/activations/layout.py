@@ -1,9 +1,9 @@
 """How a tensor lies in memory, and where its groups are.
 
-A tensor is seen in the order of its memory, whatever the order of its dimensions. So nothing is copied to be quantized,
-and a transposed view of a tensor that is packed already is recognized. One dimension is cut into groups, which makes
-the tensor (parts, outer, groups, inner). Each group of each part has a range of its own. With running estimates there
-is one part, whose ranges all samples share; with statistics per sample each sample is a part.
+A tensor is read in the order of its memory, whatever the order of its dimensions. So quantizing needs no copy, and a
+transposed view of a tensor that is packed already is recognized. One dimension is cut into groups, so that the tensor
+becomes (parts, outer, groups, inner). Each group of each part has its own range. With running estimates there is one
+part, whose ranges all samples share; with statistics per sample, each sample is a part.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Grouping:
     """Where the groups of a tensor are.
 
     Attributes:
-        dim: the dimension that is cut.
-        groups: how many there are.
-        major: the dimension is (major, groups, rest): 1 where neighbours in it belong together, as channels do; B where
-            it is samples × heads.
+        dim: the dimension that is cut into groups.
+        groups: the number of groups.
+        major: the dimension is seen as (major, groups, rest): 1 where neighbours form a group, as channels do; B where
+            the dimension is B samples × heads.
     """
 
     dim: int
@@ -45,8 +45,8 @@ class Arrangement:
     """The order in which a tensor's dimensions lie in memory, slowest first.
 
     Attributes:
-        order: of dimensions.
-        sizes: of dimensions, in that order.
+        order: the dimensions, in memory order.
+        sizes: the sizes of the dimensions, in that order.
         without_gaps: whether the tensor's memory has no gaps and no overlap.
     """
 
@@ -56,23 +56,24 @@ class Arrangement:
 
     @classmethod
     def of(cls, x: Tensor) -> Arrangement:
-        """That of a strided tensor."""
+        """Return the arrangement of a strided tensor."""
         return _arranged(x.shape, x.stride())
 
     @functools.cached_property
     def is_usual(self) -> bool:
-        """Whether the order is that of the dimensions."""
+        """Whether the dimensions lie in memory in their own order."""
         return self.order == tuple(range(len(self.order)))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes in the order of dimensions."""
+        """The tensor's shape: the sizes in the order of its dimensions."""
         return tuple(size for _, size in sorted(zip(self.order, self.sizes, strict=True)))
 
     @functools.cached_property
     def neighbours(self) -> int:
-        """How many elements that lie side by side belong together best, of 32 to 256: a row, or the largest even share
-        of it; 64, where rows are short or have no such share.
+        """How many neighbouring elements should share a range, from 32 to 256: a row, or the largest even part of it.
+
+        64 where rows are shorter, or have no such part.
 
         Example:
             >>> [Arrangement.of(torch.empty(2, 3, size)).neighbours for size in (192, 768, 4096, 7, 509)]
@@ -82,17 +83,18 @@ class Arrangement:
         return share if share >= 32 else 64
 
     def flat(self, x: Tensor) -> Tensor:
-        """The elements in that order, contiguous; a view where there are no gaps."""
+        """Return the elements in memory order, contiguous; a view where there are no gaps."""
         if self.is_usual and x.is_contiguous():
             return x.view(-1)
-        return x.permute(self.order).reshape(-1).contiguous()  # of one row with gaps, reshape makes a view with gaps
+        return x.permute(self.order).reshape(-1).contiguous()  # for one row with gaps, reshape returns a view with gaps
 
     def lines(self, x: Tensor, rows: Rows) -> Tensor:
-        """The elements in that order as kernels read them: flat, or with gaps between lines, (parts · outer,
-        groups · inner). A view, unless there are gaps elsewhere.
+        """Return the elements in memory order as kernels read them.
+
+        Flat, or with gaps between lines as (parts · outer, groups · inner). A view, unless there are gaps elsewhere.
         """
         if not self.without_gaps:
-            with contextlib.suppress(RuntimeError):  # strides that are not those of a matrix
+            with contextlib.suppress(RuntimeError):  # the tensor cannot be viewed as a matrix
                 lines = x.permute(self.order).view(rows.parts * rows.outer, rows.groups * rows.inner)
                 if lines.stride(1) == 1:
                     return lines
@@ -103,21 +105,21 @@ class Arrangement:
         return self.ordered(flat.view(self.sizes))
 
     def ordered(self, x: Tensor) -> Tensor:
-        """The tensor of elements that are given in the sizes of memory."""
+        """Return the tensor in the order of its dimensions, from one in memory order."""
         return x if self.is_usual else x.permute(self._back)
 
     @functools.cached_property
     def _back(self) -> tuple[int, ...]:
-        """Where each dimension lies in memory."""
+        """The position of each dimension in memory order."""
         return tuple(self.order.index(dim) for dim in range(len(self.order)))
 
     def rows(self, grouping: Grouping, *, samples: int = 1) -> Rows:
-        """How the flat tensor is cut.
+        """Return how the flat tensor is cut.
 
         Args:
-            grouping: its groups.
-            samples: how many the first dimension is made of, each to be a part. They can be only where that dimension
-                lies outermost.
+            grouping: where its groups are.
+            samples: the number of samples in the first dimension. Each becomes a part, if that dimension is outermost
+                in memory; otherwise there is one part.
         """
         place = self.order.index(grouping.dim)
         before = math.prod(self.sizes[:place]) * grouping.major
@@ -128,12 +130,12 @@ class Arrangement:
 
 
 class Cut(NamedTuple):
-    """What is found out once about tensors of one form in one place: how they are cut, and read.
+    """How tensors of one shape and layout are cut and read, found once and cached.
 
     Attributes:
-        rows: of the elements in the order of memory.
-        apart: how many elements neighbouring lines of rows are apart, where a tensor can be read as it is; None: its
-            elements have to be brought into order.
+        rows: how the elements in memory order are cut.
+        apart: the distance of neighbouring lines of rows, in elements, where kernels can read the tensor itself; None:
+            its elements must be copied into memory order first.
     """
 
     rows: Rows
@@ -141,7 +143,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, arrangement: Arrangement, rows: Rows) -> Cut:
-        """That of a tensor of this arrangement."""
+        """Return the cut of a tensor of this arrangement."""
         lines = arrangement.lines(x.detach(), rows)
         if lines.data_ptr() != x.data_ptr():
             return cls(rows, None)
@@ -159,7 +161,7 @@ def _arranged(shape: Sequence[int], strides: Sequence[int]) -> Arrangement:
 
 
 def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor of these is contiguous, as PyTorch has it: strides of single elements do not count."""
+    """Whether a tensor of these sizes and strides is contiguous by PyTorch's rule: strides of size 1 do not count."""
     if 0 in sizes:
         return True
     expected = 1
@@ -171,7 +173,7 @@ def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def neighbours(flat: Tensor, count: int) -> tuple[Tensor, Rows]:
-    """Elements in memory order, filled up with the last one to a multiple of ``count``; so many at a time are a part.
+    """Pad flat elements with the last one to a multiple of ``count``, and cut them into parts of ``count`` elements.
 
     Example:
         >>> filled, rows = neighbours(torch.arange(20.0), 8)

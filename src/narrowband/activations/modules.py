@@ -1,4 +1,4 @@
-"""A model's modules as a policy sees them: their names, their attention heads, and which backward computes again."""
+"""A model's modules under a policy: their names, their attention heads, and which of them backward recomputes."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from narrowband.errors import UnsupportedError
 
 __all__ = ["Modules"]
 
-#: Attributes by which modules of attention say how many heads they have.
+#: Attributes in which attention modules keep their number of heads.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "head_count")
-#: Groups of channels in a model without attention.
+#: The number of groups of channels in a model without attention.
 _GROUPS = 8
 
 
 class Modules:
-    """Modules of a model, under a policy.
+    """The modules of a model, under a policy.
 
     Args:
-        model: it.
-        policy: names modules by patterns, and may say how many heads there are.
+        model: the model.
+        policy: has patterns of module names, and may set the number of heads.
 
     Attributes:
-        recomputed: modules that backward computes again, the outermost ones.
-        default_groups: of channels, where nothing says how many: as many as most modules have heads.
-        cuts: what passes have found out about tensors, by place and form; see :meth:`Recorder._cut`.
+        recomputed: the outermost modules that backward recomputes.
+        default_groups: the number of groups of channels where nothing else sets it: the most common number of heads.
+        cuts: a cache of how tensors are cut, by place and shape; see :meth:`Recorder._cut`.
 
     Raises:
         ValueError: a pattern of the policy matches no module.
-        UnsupportedError: the model is compiled in a way that does not go with this policy.
+        UnsupportedError: the model is compiled in a way that this policy cannot be combined with.
     """
 
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
         self._model, self._policy = model, policy
-        #: By id, which is looked up in no time; and the module, since its id may be another's one day.
+        #: By id of the module, for a fast look-up. The reference tells whether the id now belongs to another module.
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         for name, module in model.named_modules():
             plain = name.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
@@ -58,11 +58,11 @@ class Modules:
 
     @property
     def names(self) -> list[str]:
-        """As in ``model.named_modules()``, without what ``torch.compile`` adds to them."""
+        """Names as in ``model.named_modules()``, without the ``_orig_mod`` of ``torch.compile``."""
         return [name for _, name in self._names.values()]
 
     def name_of(self, module: nn.Module) -> str | None:
-        """The name of one of the model's modules; None of any other."""
+        """Return the name of a module; None where it does not belong to the model."""
         found = self._names.get(id(module))
         return found[1] if found is not None and found[0]() is module else None
 
@@ -74,10 +74,10 @@ class Modules:
             yield from self._recomputed(child)
 
     def check(self) -> list[nn.Module]:
-        """The modules that are compiled, the outermost ones. A model may have been compiled meanwhile.
+        """Return the outermost compiled modules. Called for every pass, since a model may be compiled at any time.
 
         Raises:
-            UnsupportedError: they cannot be handled.
+            UnsupportedError: the compiled modules cannot be handled.
         """
         compiled = compiled_modules(self._model)
         reason = obstacle() if compiled else None
@@ -94,20 +94,20 @@ class Modules:
         return compiled
 
     def bits(self, place: Place) -> Bits:
-        """Of what an operator saves in a module."""
+        """Return the bits for the tensors that an operator saves in a module."""
         found = self._bits.get(place)
         if found is None:
             found = self._bits[place] = self._policy.bits_for(*place)
         return found
 
     def tensors(self) -> Iterator[Any]:
-        """Parameters and buffers of the model, as it is now; None where a module has none of that name."""
+        """Yield the model's current parameters and buffers, and None for those that a module registered as None."""
         for module in modules_of(self._model):
             yield from module._parameters.values()
             yield from module._buffers.values()
 
     def heads(self, name: str) -> int | None:
-        """Attention heads of the module of that name, or of the nearest around it that has any."""
+        """Return the number of attention heads of the named module, or of the nearest module around it that has any."""
         if self._policy.heads is not None:
             return self._policy.heads
         if name not in self._heads:

@@ -1,8 +1,9 @@
-"""Operators that save less than PyTorch's own, and the mode on functions that puts them in their place.
+"""Operators that save less than PyTorch's own, and the function mode that replaces PyTorch's by them.
 
-ReLU's backward asks of an element whether it was above zero, and dropout's whether it was kept: one bit. Here they save
-that, where PyTorch's save the result, or the mask in the dtype of the input. Max pooling's asks where in its window a
-maximum was: one byte, where PyTorch's saves a position in eight, and the input. Forward they compute the same bits.
+The backward of ReLU needs to know whether an element was above zero, that of dropout whether it was kept: one bit per
+element. The operators here save this bit, where PyTorch's save the result, or the mask in the dtype of the input. The
+backward of max pooling needs to know where in its window a maximum was: one byte, where PyTorch saves the input and a
+position of eight bytes. In forward the results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ __all__ = ["Keeper", "Watch"]
 
 
 class Keeper(Recipes, Protocol):
-    """What operators need of a pass.
+    """The interface of a pass that operators need.
 
     Attributes:
-        policy: what is kept in how many bits.
-        arena: memory for what operators keep.
-        call: at work.
-        normalization: the call of layer normalization at work.
+        policy: which tensors are kept in how many bits.
+        arena: memory for what operators save.
+        call: the call of the running operator.
+        normalization: the running call of layer normalization.
     """
 
     policy: ActivationPolicy
@@ -45,26 +46,27 @@ class Keeper(Recipes, Protocol):
     normalization: Normalization | None
 
     def replaces(self, x: Any) -> bool:
-        """Whether an operator of ours takes the place of PyTorch's, for this input."""
+        """Whether an operator of this module shall replace PyTorch's for this input."""
 
     def keeps(self, kept: Tensor, *, plain: Tensor | int, and_bytes: int = 0) -> None:
-        """Count what an operator of ours saves, and what PyTorch's would: a tensor, or bytes, or both."""
+        """Count what an operator of this module saves, and what PyTorch's would: a tensor, or bytes, or both."""
 
 
-#: Written in Python, of operators that are to be seen one by one; backward, of those that a checkpoint runs again.
+#: Functions written in Python whose operators the mode must see one by one. Those of backward are among them, since a
+#: checkpoint runs operators again in backward.
 _COMPOSITE = frozenset(
     {F.multi_head_attention_forward, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 )
 
 
-#: What reads an attribute of a tensor.
+#: The type of the functions that read an attribute of a tensor.
 _GETTER = type(vars(torch._C.TensorBase)["shape"].__get__)
 
 
 def _transparent(function: types.FunctionType) -> Callable[..., Any]:
-    """A copy of a function that does not hand itself over to the mode, so that the operators it calls do.
+    """Copy a function so that the copy does not dispatch to the mode itself, but the operators that it calls do.
 
-    It is made anew for each call: what it calls may have been replaced in its module.
+    A new copy is made for each call, since functions that it calls may have been replaced in its module.
     """
     seen = dict(function.__globals__)
     for name in function.__code__.co_names:
@@ -76,7 +78,7 @@ def _transparent(function: types.FunctionType) -> Callable[..., Any]:
 
 
 class Watch(TorchFunctionMode):
-    """Notes the operator at work in a pass, and replaces those that can save less.
+    """Tells a pass which operator is running, and replaces operators that can save less.
 
     Args:
         keeper: records what the pass saves.
@@ -89,14 +91,14 @@ class Watch(TorchFunctionMode):
     @unseen
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if type(func) is _GETTER:  # of a shape, say: nothing is saved
+        if type(func) is _GETTER:  # reading an attribute, such as a shape, saves nothing
             return func(*args, **kwargs)
         keeper = self._keeper
         if func in _COMPOSITE:
             with self:
                 return _transparent(func)(*args, **kwargs)
         if torch.is_inference_mode_enabled():
-            return func(*args, **kwargs)  # nothing is saved, and tensors have no versions to note
+            return func(*args, **kwargs)  # nothing is saved, and tensors have no version counters
         keeper.call = call = call_of(func, args, kwargs)
         try:
             if differentiates_forward():
@@ -120,9 +122,7 @@ class Watch(TorchFunctionMode):
 
 
 def _bits_of(x: Tensor, arena: Arena, low: float = 0.0, high: float = math.nan) -> Tensor:
-    """One bit per element of a flat tensor: whether it is neither at or below the one bound nor at or above the
-    other.
-    """
+    """Return one bit per element of a flat tensor: 0 where the element is ≤ ``low`` or ≥ ``high``, else 1."""
     mask = arena.take(-(-x.numel() // 8), x.device)
     direct = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
     kernels.mask_between(direct, mask, low, high)
@@ -130,7 +130,7 @@ def _bits_of(x: Tensor, arena: Arena, low: float = 0.0, high: float = math.nan) 
 
 
 def _masked(x: Tensor, mask: Tensor, arrangement: Arrangement) -> Tensor:
-    """x where the mask of a tensor that lies in memory like this is set, zero elsewhere."""
+    """Return x where the mask is set, and zero elsewhere. The mask's bits are in the order of ``arrangement``."""
     if _needs_operators(x):
         return torch.where(_noise_of(mask, arrangement, torch.float32, x.device) != 0, x, 0)
     flat = arrangement.flat(x)
@@ -141,29 +141,31 @@ def _masked(x: Tensor, mask: Tensor, arrangement: Arrangement) -> Tensor:
 
 
 def _noise_of(mask: Tensor, arrangement: Arrangement, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One where the mask is set, zero elsewhere."""
+    """Return a tensor that is one where the mask is set, and zero elsewhere."""
     ones = torch.ones(math.prod(arrangement.sizes), dtype=torch.float32, device=device)
     kernels.apply_mask(mask, ones, ones)
     return arrangement.unflat(ones.to(dtype))
 
 
 def _needs_operators(gradient: Tensor) -> bool:
-    """Whether a gradient is to be computed with operators of PyTorch: since it is differentiated in its turn, or since
-    it stands for a batch of gradients (``is_grads_batched``, ``torch.vmap``). Loops of ours know neither.
+    """Whether a gradient must be computed with PyTorch's operators instead of this package's kernels.
+
+    That is the case if it will be differentiated itself, or stands for a batch of gradients (``is_grads_batched``,
+    ``torch.vmap``); the kernels support neither.
     """
     functorch = torch._C._functorch
     return gradient.requires_grad or functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
 
 
 class _Bend(NamedTuple):
-    """A function of two or three straight pieces: x between two bounds, and there alone its slope is 1.
+    """A piecewise linear function that is the identity between two bounds, and has another slope outside of them.
 
     Attributes:
-        function: it.
-        inplace: the same, which writes to its input.
-        low: below it there is another slope.
-        high: above it the function is constant; NaN: nowhere.
-        slope: below.
+        function: the function.
+        inplace: the function in place.
+        low: the lower bound, below which the slope is ``slope``.
+        high: the upper bound, above which the function is constant; NaN: there is none.
+        slope: the slope below ``low``.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -173,14 +175,14 @@ class _Bend(NamedTuple):
     slope: float = 0.0
 
     def bits_of(self, x: Tensor, y: Tensor, arena: Arena) -> Tensor:
-        """Where backward hands a gradient on as it is.
+        """Return one bit per element: whether backward passes the gradient on unchanged.
 
-        Where PyTorch asks the input, so does this: a result that was cut off at a bound that its dtype does not have is
-        like one that was not.
+        For clamps the input decides, as in PyTorch: where the dtype cannot represent a bound, a result does not tell
+        whether it was clamped.
         """
         arrangement = Arrangement.of(y)
         if self.slope:
-            y = torch.where(y > 0, y, 0)  # NaN is below, there
+            y = torch.where(y > 0, y, 0)  # leaky ReLU's backward treats NaN as below the bound
         elif not math.isnan(self.high):
             y = x if Arrangement.of(x) == arrangement else torch.empty_like(y).copy_(x)
         return _bits_of(arrangement.flat(y), arena, self.low, self.high)
@@ -192,7 +194,7 @@ class _Bent(torch.autograd.Function):
         ctx.slope = bend.slope
         if inplace:
             ctx.mark_dirty(x)
-            y = bend.inplace(x)  # and x is that, too
+            y = bend.inplace(x)  # x and y are now the same tensor
         else:
             y = bend.function(x)
         ctx.arrangement = Arrangement.of(y)
@@ -214,7 +216,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, keeper: Keeper, p: float, inplace: bool) -> Tensor:
         ctx.arrangement = Arrangement.of(x)
-        if x.device.type == "cpu":  # what torch.dropout does there, so that the same seed leaves out the same elements
+        if x.device.type == "cpu":  # as torch.dropout does there, so that the same seed drops the same elements
             noise = torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
             y = x.mul_(noise) if inplace else x * noise
             plain = noise.nbytes
@@ -236,7 +238,7 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (mask,) = ctx.saved_tensors
         noise = _noise_of(mask, ctx.arrangement, gradient.dtype, gradient.device)
-        # As PyTorch does it on each, so that roundings, −0 and NaN are the same.
+        # As PyTorch does on each device, so that rounding, −0 and NaN are the same.
         if gradient.device.type != "cpu":
             back = torch.ops.aten.native_dropout_backward(gradient, noise.bool(), 1 / (1 - ctx.p))
         elif _needs_operators(gradient):
@@ -247,13 +249,13 @@ class _Dropout(torch.autograd.Function):
 
 
 class _Pooling(NamedTuple):
-    """Max pooling over planes, without dilation.
+    """Options of 2-d max pooling without dilation.
 
     Attributes:
-        kernel: of a window, (rows, columns).
-        stride: of windows.
-        padding: before the first row and column.
-        ceil_mode: whether windows may begin inside and end outside.
+        kernel: the size of a window, (rows, columns).
+        stride: the distance between windows, (rows, columns).
+        padding: rows and columns of padding on each side.
+        ceil_mode: whether windows may begin inside of the plane and end outside.
     """
 
     kernel: tuple[int, int]
@@ -262,8 +264,8 @@ class _Pooling(NamedTuple):
     ceil_mode: bool
 
     def windows(self, results: Arrangement, width: int) -> kernels.Windows:
-        """Where windows of results that lie in memory like this begin, in planes of so many columns."""
-        row = results.order.index(len(results.order) - 2)  # behind it are columns, and channels where they are last
+        """Return where the windows begin, for results arranged like this, in planes of so many columns."""
+        row = results.order.index(len(results.order) - 2)  # columns follow it, then channels in channels-last order
         outer, inner = math.prod(results.sizes[:row]), math.prod(results.sizes[row + 2 :])
         rows, columns = results.sizes[row : row + 2]
         return kernels.Windows(outer, rows, columns, inner, width, self.kernel[1], self.stride, self.padding)
@@ -289,7 +291,7 @@ class _MaxPool(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         position = torch.empty(places.shape, dtype=torch.int64, device=places.device)
         kernels.pool_positions(places, position, ctx.windows)
-        # Of the input it looks at shape and order in memory, and not at values.
+        # Backward looks at the input's shape and memory order only, not at its values.
         like = torch.empty_strided(ctx.shape, ctx.strides, dtype=gradient.dtype, device=gradient.device)
         back = torch.ops.aten.max_pool2d_with_indices_backward
         position = ctx.arrangement.unflat(position)
@@ -310,7 +312,7 @@ def _relu(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     elif func in (F.leaky_relu, F.leaky_relu_):
         x, slope, inplace = bound(args, kwargs, input=None, negative_slope=0.01, inplace=inplace)
         if slope <= 0:
-            return None  # on which side the input was, its result does not tell
+            return None  # the result does not tell on which side of zero the input was
         leaky = partial(torch.ops.aten.leaky_relu, negative_slope=slope)
         bend = _Bend(leaky, partial(torch.ops.aten.leaky_relu_, negative_slope=slope), slope=slope)
     else:
@@ -318,7 +320,7 @@ def _relu(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         bend = _Bend(torch.relu, torch.relu_)
     if x is None or not keeper.replaces(x):
         return None
-    origin = keeper.origin(x)  # before it changes
+    origin = keeper.origin(x)  # before an in-place call changes it
     y = _apply(_Bent, x, keeper, bend, inplace)
     derive_elementwise(keeper, x, y, origin, bend.inplace)
     return y
@@ -346,7 +348,7 @@ def _max_pool(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | Non
         return None
     kernel = _pair(kernel)
     if math.prod(kernel) > 1 << 8 or _pair(dilation) != (1, 1):
-        return None  # places need more than a byte; or windows may lie wholly in the padding, and a place be none
+        return None  # a place does not fit in a byte; or a window may lie in the padding only, and have no place
     pooling = _Pooling(kernel, _pair(stride) if stride else kernel, _pair(padding), ceil_mode)
     return _apply(_MaxPool, x, keeper, pooling)
 
@@ -357,7 +359,7 @@ def _pair(value: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _layer_norm(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """PyTorch's own, of whose input something else is kept."""
+    """Call PyTorch's layer normalization so that the normalized form of its input is kept instead of the input."""
     if func not in (F.layer_norm, torch.layer_norm):
         return None
     x, *options = bound(args, kwargs, input=None, normalized_shape=(), weight=None, bias=None, eps=1e-5)

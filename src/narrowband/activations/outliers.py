@@ -1,7 +1,8 @@
 """Tensors with outliers, which 8 bits cannot represent.
 
-A range is as wide as its extremes are apart. One huge element makes the steps of codes so wide that all others have the
-same code; :mod:`narrowband.kernels.outliers` says when. Such a tensor is kept as it is; this rule is not the paper's.
+A range reaches from the smallest element to the largest. One huge element makes the steps of codes so wide that all
+other elements get the same code; :mod:`narrowband.kernels.outliers` defines when. Such a tensor is kept unchanged. This
+rule is not the paper's.
 """
 
 from __future__ import annotations
@@ -16,28 +17,27 @@ from narrowband.kernels import Rows
 
 __all__ = ["EXTREME", "Outliers", "is_masked"]
 
-#: A range that is dwarfing by so many times more is extreme.
+#: A range is extreme where a range this many times narrower would still be dwarfing.
 EXTREME = 8
 
 
 @dataclass(frozen=True)
 class Outliers:
-    """Why a tensor is kept as it is.
+    """Why a tensor is kept unchanged.
 
     Attributes:
-        extreme: whether tensors computed from it are to be kept as they are, too. A saturated tanh passes on a gradient
-            of zero; from its codes it is not quite zero, and times an input of 1e20 that is a large error.
+        extreme: whether tensors computed from it must be kept unchanged, too. For example, the gradient of a saturated
+            tanh is zero; computed from codes it is not quite zero, and times an input of 1e20 that is a large error.
     """
 
     extreme: bool
 
 
 def is_masked(x: Tensor) -> bool:
-    """Whether what is large in a tensor is −inf, or the lowest number of a dtype, as masks have it for what is not to
-    count, and nothing else is extreme.
+    """Whether a tensor's only extreme elements are −inf or the lowest number of a dtype, as in an attention mask.
 
     Args:
-        x: of a floating dtype with up to 32 bits, and with elements.
+        x: a tensor with elements, of a floating dtype with up to 32 bits.
 
     Example:
         >>> scores = torch.randn(64, 32)
@@ -46,7 +46,7 @@ def is_masked(x: Tensor) -> bool:
         (True, False)
     """
     x = x.detach()
-    # float32's lowest is lower than bfloat16's, and autocast makes the one of the other, or −inf.
+    # bfloat16's lowest number is the bound, since it is above float32's; autocast turns the latter into it, or −inf.
     masked = x <= torch.finfo(torch.float16 if x.dtype is torch.float16 else torch.bfloat16).min
     if not bool(masked.any()):
         return False

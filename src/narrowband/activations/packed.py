@@ -1,14 +1,14 @@
-"""One packed tensor: its codes, or how it is computed again, and the way back.
+"""One packed tensor: its codes, or how to recompute it, and how it is restored.
 
-A batch that is wider than its estimate by more than a quarter (:data:`~narrowband.activations.ranges.WIDE`) is not
-clipped: it has its own range, and where it is more than four times as wide
-(:data:`~narrowband.activations.ranges.JUMP`) it has 8 bits, too. And a tensor with outliers is kept as it is; see
-:mod:`narrowband.kernels.outliers`. These rules are not the paper's.
+Three rules are not the paper's. A batch that is wider than its estimate by more than a quarter
+(:data:`~narrowband.activations.ranges.WIDE`) is not clipped, but has its own range. A batch that is more than four
+times as wide (:data:`~narrowband.activations.ranges.JUMP`) has 8 bits, too. A tensor with outliers is kept unchanged;
+see :mod:`narrowband.kernels.outliers`.
 
-On a GPU the host would have to wait for each tensor to follow them. There the device settles a batch's ranges, and the
-host hears of it a batch later: a tensor that was more than twice (:data:`WIDER`) as wide as its estimate, or had
-outliers, is looked at in the next batch as on a CPU. Until then it has its own range, but the bits that it was to have.
-What is not finite decodes to NaN.
+On a GPU, the host would have to wait for each tensor to apply these rules. There the device determines a batch's ranges
+by itself, and the host reads the result one batch later: if a tensor was more than twice (:data:`WIDER`) as wide as its
+estimate, or had outliers, the host checks the next batch as on a CPU. Until then the tensor has its own range and the
+bits of the policy, and values that are not finite decode to NaN.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
 
 __all__ = ["WIDER", "Clock", "Exact", "Packed", "Payload", "Place", "Source", "ahead", "promised", "quantized"]
 
-#: How many times as wide as its estimate a batch on a GPU may be, and the next one is not looked at.
+#: How many times as wide as its estimate a batch on a GPU may be before the host checks the next one.
 WIDER = 2
 
-#: Types of devices that work by themselves while the host goes on.
+#: Device types that run asynchronously to the host.
 AHEAD = {"cuda"}
 
-#: Dtypes that loops write.
+#: Dtypes that the decoding kernels can write.
 _DIRECT = (torch.float32, torch.bfloat16)
 
-#: What saved a tensor: an operator, by its name for a policy, and the module of that name ("": the model).
+#: Where a tensor was saved: the operator's name in a policy, and the module's name ("": the model).
 Place = tuple[str, str]
 
 
 class Payload:
-    """The codes of a tensor, in the order of its memory. Every operator that saved it holds this one.
+    """The codes of a tensor, in the order of its memory. All operators that save the tensor share one payload.
 
     Args:
-        rows: how it is cut.
-        bits: of a code.
-        dtype: of the tensor.
-        codes: memory for them, of ``rows.nbytes(bits)``.
+        rows: how the tensor is cut.
+        bits: bits per code.
+        dtype: the dtype of the tensor.
+        codes: memory for the codes, ``rows.nbytes(bits)`` bytes.
 
     Attributes:
-        ranges: of these rows, as :func:`~narrowband.kernels.dequantize_rows` takes them.
-        numel: elements of the tensor; rows have more where the last one was filled up.
-        exact: the tensor itself, where it came to be kept after the codes were made: then they are not used.
+        ranges: the ranges of the rows, as :func:`~narrowband.kernels.dequantize_rows` takes them.
+        numel: elements of the tensor; rows have more where the last one was padded.
+        exact: the tensor itself, if it was kept unchanged after the codes were made; it is then used instead of them.
     """
 
     __slots__ = ("__weakref__", "bits", "codes", "dtype", "exact", "numel", "ranges", "rows")
@@ -82,16 +82,16 @@ class Payload:
         seed: int,
         watch: bool = False,
     ) -> tuple[Tensor, Tensor] | None:
-        """Make codes, with given ranges.
+        """Make codes with given ranges.
 
         Args:
-            x: the tensor's elements in that order, float32 or bfloat16; see :meth:`Arrangement.lines`.
+            x: the tensor's elements in memory order, float32 or bfloat16; see :meth:`Arrangement.lines`.
             alpha: α of every group of every part.
-            beta: β.
-            symmetric: whether a code in the middle stands for zero.
-            stochastic: how codes are rounded.
-            seed: of that.
-            watch: whether to return the extremes of every group of every part, too.
+            beta: β of every group of every part.
+            symmetric: whether the middle code stands for zero.
+            stochastic: round stochastically, otherwise to nearest.
+            seed: the seed of stochastic rounding.
+            watch: whether to return the extremes of every group of every part.
         """
         if symmetric:
             middle = (1 << self.bits - 1) - 1
@@ -107,21 +107,23 @@ class Payload:
         self, x: Tensor, estimate: Tensor, decay: float, *, symmetric: bool, stochastic: bool, seed: int,
         apart: int | None, drift: float,
     ) -> tuple[bool, float]:  # fmt: skip
-        """Make codes, with the ranges of an estimate, which learns of the tensor; see
-        :func:`~narrowband.kernels.quantize_rows_learning`.
+        """Make codes with the ranges of an estimate, and update the estimate from the tensor.
+
+        See :func:`~narrowband.kernels.quantize_rows_learning`. The tensor's extremes are appended to :attr:`ranges`.
 
         Args:
-            x: the tensor's elements in that order, float32 or bfloat16; see :meth:`Arrangement.lines`.
-            estimate: (2, groups): α, β. Replaced in place, if at all.
+            x: the tensor's elements in memory order, float32 or bfloat16; see :meth:`Arrangement.lines`.
+            estimate: (2, groups): α, β. Updated in place, if at all.
             decay: μ.
-            symmetric: whether a code in the middle stands for zero.
-            stochastic: how codes are rounded.
-            seed: of that.
-            apart: how far lines of rows are apart in memory, where ``x`` is the tensor as it is.
-            drift: by how much an end may move, for the estimate to learn.
+            symmetric: whether the middle code stands for zero.
+            stochastic: round stochastically, otherwise to nearest.
+            seed: the seed of stochastic rounding.
+            apart: the distance of lines of rows in memory, in elements, where ``x`` is the tensor itself.
+            drift: update the estimate only if no end moves by more than this share of the width.
 
         Returns:
-            What :func:`~narrowband.kernels.learn_ranges` says of the extremes, which are behind the ranges.
+            Whether all extremes are finite, and the largest share of its width by which an end moves; see
+            :func:`~narrowband.kernels.learn_ranges`.
         """
         if symmetric:
             alpha, beta = shaped(estimate, symmetric=True)
@@ -142,7 +144,7 @@ class Payload:
         self, x: Tensor, estimate: Tensor, decay: float, note: Tensor, *, stochastic: bool, seed: int,
         apart: int | None, standard: Standard | None,
     ) -> Tensor:  # fmt: skip
-        """Make codes with ranges that the device settles; see :func:`~narrowband.kernels.quantize_rows_adapting`.
+        """Make codes with ranges that the device determines; see :func:`~narrowband.kernels.quantize_rows_adapting`.
 
         Returns:
             The new estimate.
@@ -155,19 +157,19 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Of codes, and of ranges where each sample has its own."""
+        """Bytes of the codes, and of the ranges where each sample has its own."""
         own = 2 * 4 * self.rows.parts * self.rows.groups if self.rows.parts > 1 else 0
         return self.codes.numel() + own
 
     def decode(
         self, sizes: Sequence[int] | None = None, dtype: torch.dtype | None = None, affine: Affine | None = None
     ) -> Tensor:
-        """As every source does; and affine, if so wanted."""
+        """Decode as :meth:`Source.decode` does, and apply an affine map if one is given."""
         if self.exact is not None and affine is None:
             return self.exact.decode(sizes, dtype)
         own, wanted, count = self.dtype, dtype or self.dtype, self.rows.numel
         made = own if own in _DIRECT else torch.float32
-        if own is torch.float32 and wanted is torch.bfloat16:  # in the same pass
+        if own is torch.float32 and wanted is torch.bfloat16:  # decode and cast in one pass
             own = made = wanted
         whole = count == self.numel
         out = torch.empty(sizes if whole and sizes is not None else count, dtype=made, device=self.codes.device)
@@ -195,23 +197,24 @@ def quantized(
     own: bool = False,
     apart: int | None = None,
 ) -> Payload | Outliers:
-    """Codes of a tensor, of whose range the estimates learn. A tensor that is not finite, has no range in float32,
-    or has outliers (:mod:`narrowband.kernels.outliers`) has none: nothing is learned of it, and it is
-    to be kept exactly.
+    """Quantize a tensor, and update the estimate of its range.
 
-    Outliers are looked for where a range is new, or moves; and, since it may widen slowly, in one batch of 64.
+    A tensor that is not finite, whose range exceeds float32, or that has outliers (:mod:`narrowband.kernels.outliers`)
+    gets no codes: it must be kept unchanged, and the estimate is not updated.
+
+    Outliers are looked for where a range is new or moves, and in one batch of 64, since a range may widen slowly.
 
     Args:
-        x: the tensor's elements in the order of memory, float32 or bfloat16; see :meth:`Arrangement.lines`.
-        rows: how they are cut.
-        bits: of a code.
-        dtype: of the tensor.
-        arena: where codes go.
-        policy: says which statistics, and how codes are rounded.
-        estimates: of the model.
-        name: of the tensor's estimate.
-        own: whether ranges are taken from this very tensor, of so few neighbours that outliers are not looked for.
-        apart: how far lines of rows are apart in memory, where ``x`` is the tensor as it is.
+        x: the tensor's elements in memory order, float32 or bfloat16; see :meth:`Arrangement.lines`.
+        rows: how the elements are cut.
+        bits: bits per code.
+        dtype: the dtype of the tensor.
+        arena: memory for codes.
+        policy: determines the statistics and the rounding.
+        estimates: the model's estimates.
+        name: the name of the tensor's estimate.
+        own: compute ranges from this tensor alone, each of so few neighbours that outliers need no check.
+        apart: the distance of lines of rows in memory, in elements, where ``x`` is the tensor itself.
     """
     learns = policy.learns and not own
     estimate = estimates.get(name, rows.groups, x.device) if learns else None
@@ -220,7 +223,7 @@ def quantized(
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
         _adapt(payload, x, estimate, stochastic, estimates, name, apart)
         return payload
-    estimates.notes.read(name)  # now it is looked at
+    estimates.notes.read(name)  # clears the note: this batch is checked
     if apart is not None and (estimate is None or policy.symmetric):
         x, apart = _lines(x, rows, apart), None
     if estimate is None:
@@ -254,13 +257,13 @@ def quantized(
     by_batch, by_estimate, extreme = kernels.dwarfed_rows(x, rows, widths).tolist()
     if by_batch:
         return Outliers(extreme)
-    if by_estimate:  # by now, or since an outlier that was none when it came
+    if by_estimate:  # the estimate has become too wide by now, or took in an outlier that was not one at the time
         estimates.forget(name)
         moved = math.inf
     else:
         jumps = bool((width > JUMP * estimate[0]).any())
     learned, _, _ = kernels.learn_ranges(estimate, low, high, estimates.decay)
-    if not estimates.replace(name, estimate, learned):  # it was forgotten, or another thread took a batch in meanwhile
+    if not estimates.replace(name, estimate, learned):  # it was forgotten, or another thread has updated it
         learned = estimates.observe(name, low, high)
     if jumps and bits != 8:
         payload = Payload(rows, 8, dtype, arena.take(rows.nbytes(8), x.device))
@@ -271,13 +274,14 @@ def quantized(
 
 
 def _lines(x: Tensor, rows: Rows, apart: int) -> Tensor:
-    """The tensor as kernels read it, (parts · outer, groups · inner)."""
+    """Return the tensor as kernels read it, (parts · outer, groups · inner)."""
     return x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
 
 
 def _unclipped(low: Tensor, high: Tensor, learned: Tensor, estimate: Tensor) -> Tensor:
-    """What a batch's ranges are to be, (2, groups): those that were learned with it, or its own where it is too wide,
-    or lies too far aside, for what had been learned before.
+    """Return the ranges to quantize a batch with, (2, groups): the updated estimates, or the batch's own ranges.
+
+    Its own are used where the batch is too wide for the estimate before the update, or lies too far aside of it.
     """
     both = torch.maximum(high, estimate.sum(0)) - torch.minimum(low, estimate[1])
     return torch.where(both > WIDE * estimate[0], torch.stack((high - low, low)), learned)
@@ -293,8 +297,11 @@ def promised(
     name: str,
     apart: int,
 ) -> tuple[Payload, Callable[[Standard], None]] | None:
-    """The same of a tensor's rows in their normalized form, whose statistics are not there yet: a payload, and what
-    makes its codes when they are. None where the host has to look at the tensor.
+    """Prepare to quantize the normalized form of a tensor's rows, whose statistics have not been computed yet.
+
+    Returns:
+        A payload, and a function that makes its codes from the statistics. None where the host has to look at the
+        tensor.
     """
     estimate = estimates.get(name, rows.groups, x.device) if policy.learns else None
     if estimate is None or not _settles(estimates, policy, name, x.device):
@@ -309,7 +316,7 @@ def promised(
 
 
 def _settles(estimates: Estimates, policy: ActivationPolicy, name: str, device: torch.device) -> bool:
-    """Whether the device settles the range of a batch, and the host hears of it later."""
+    """Whether the device determines the range of a batch by itself, and the host reads the result later."""
     return ahead(device) and not policy.symmetric and estimates.notes.read(name, at_most=WIDER) <= WIDER
 
 
@@ -323,7 +330,7 @@ def _adapt(
     apart: int | None,
     standard: Standard | None = None,
 ) -> None:
-    """Make codes by a range that the device settles."""
+    """Make codes with a range that the device determines."""
     seed, rows = estimates.draw(), payload.rows
     note = estimates.notes.place(name, x.device)
     learned = payload.encode_adapting(
@@ -340,45 +347,46 @@ def _adapt(
 
 
 def ahead(device: torch.device) -> bool:
-    """Whether the device works by itself while the host goes on."""
+    """Whether the device runs asynchronously to the host."""
     return device.type in AHEAD
 
 
 def by_chance(seed: int) -> bool:
-    """Whether this draw is one of those, one in 64, whose tensors are looked at for outliers anyway: a hash, so that a
-    resumed run looks at the same.
+    """Whether the tensor of this draw is checked for outliers in any case, as one in 64 is.
+
+    A hash of the seed decides, so that a resumed run checks the same tensors.
     """
     return seed * 0x9E3779B1 & 0xFFFFFFFF < 1 << 26
 
 
 class Clock(Protocol):
-    """What counts seconds."""
+    """An object that adds up seconds."""
 
     seconds: float
 
 
 class Source(Protocol):
-    """Values of a tensor that can be had again: codes, or how to compute them."""
+    """Something that restores a tensor's values: its codes, or how to recompute them."""
 
     @property
     def bits(self) -> int:
-        """How many of an element were kept."""
+        """Bits per element that the values are worth."""
 
     def decode(self, sizes: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """In the order of memory, and the caller's own.
+        """Return the values in memory order, in a new tensor that the caller may write to.
 
         Args:
-            sizes: of the result; flat if not given.
-            dtype: of the result; the tensor's own if not given. To ask for another one may save a pass.
+            sizes: the sizes of the result; flat if not given.
+            dtype: the dtype of the result; the tensor's own if not given. Asking for another one here may save a pass.
         """
 
 
 class _Watched:
-    """Something saved, which must not have changed when it is used: as PyTorch itself sees to where there are no hooks.
+    """A saved tensor that must not have been modified when it is used; without hooks, PyTorch itself checks this.
 
     Attributes:
-        _watch: counts versions along with it.
-        _version: when it was saved.
+        _watch: shares the tensor's version counter.
+        _version: the version when the tensor was saved.
         _place: operator and module that saved it, for the error.
     """
 
@@ -399,21 +407,21 @@ class _Watched:
 
     @property
     def _shape(self) -> Sequence[int]:
-        """Of what is saved."""
+        """The shape of the saved tensor."""
         return self._watch.shape
 
 
 class Exact(_Watched):
-    """A tensor that is kept as it is."""
+    """A tensor that is kept unchanged."""
 
     __slots__ = ("__weakref__",)
 
     def __init__(self, x: Tensor, place: Place) -> None:
-        # Of an output of the very node that keeps it, the original would never be freed.
+        # Detached, since a node that keeps its own output would otherwise be in a cycle that is never freed.
         self._watch, self._version, self._place = x.detach(), x._version, place
 
     def holds(self, x: Tensor) -> bool:
-        """Whether all of its memory's values are those of another tensor there, of the same order."""
+        """Whether another tensor in the same memory has the same values in the same memory order."""
         own = self._watch
         return (
             (own.storage_offset(), own.dtype, own.numel()) == (x.storage_offset(), x.dtype, x.numel())
@@ -422,7 +430,11 @@ class Exact(_Watched):
         )
 
     def restore(self) -> Tensor:
-        """It."""
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it was modified in place.
+        """
         if self._watch._version != self._version:
             self._refuse()
         return self._watch
@@ -430,21 +442,21 @@ class Exact(_Watched):
 
 @functools.lru_cache(maxsize=1 << 8)
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor without elements, which all may have the memory of."""
+    """Return a tensor without elements, which all packed tensors share."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
 class Packed(_Watched):
-    """A tensor of which codes are kept, or how it is computed from those of another one.
+    """A tensor that is kept as codes, or as a way to compute it from the codes of another tensor.
 
     Args:
-        x: it.
+        x: the tensor.
         arrangement: how it lies in memory.
-        source: its codes, or that.
+        source: its codes, or the way to compute it.
         place: operator and module that saved it.
-        clocks: are told the seconds that restoring took.
-        gaps: whether what is restored has the gaps in memory that the tensor has. Without them, a checkpoint's second
-            run may go another way: what PyTorch makes of a tensor may depend on its strides.
+        clocks: receive the seconds that restoring takes.
+        gaps: whether to restore the gaps that the tensor has in memory. PyTorch's operators may depend on strides, so
+            without the gaps a checkpoint's second run could differ from its first.
     """
 
     __slots__ = ("_arrangement", "_clocks", "_source", "_strides")
@@ -459,8 +471,8 @@ class Packed(_Watched):
         *,
         gaps: bool = False,
     ) -> None:
-        self._watch = watch = x.detach()  # counts versions along with x
-        watch.data = _nothing(x.dtype, x.device)  # and lets go of its memory
+        self._watch = watch = x.detach()  # shares x's version counter
+        watch.data = _nothing(x.dtype, x.device)  # releases x's memory
         self._version, self._place = x._version, place
         self._arrangement, self._source, self._clocks = arrangement, source, clocks
         self._strides = x.stride() if gaps and not arrangement.without_gaps else None
@@ -470,7 +482,11 @@ class Packed(_Watched):
         return self._arrangement.shape
 
     def restore(self) -> Tensor:
-        """About what was saved: same shape, same order in memory; and same gaps, if so wanted."""
+        """Return an approximation of the saved tensor, with its shape and memory order, and its gaps if asked for.
+
+        Raises:
+            RuntimeError: the tensor was modified in place after it was saved.
+        """
         begin = time.perf_counter()
         if self._watch._version != self._version:
             self._refuse()

@@ -1,18 +1,18 @@
-"""What of the activations is kept in how many bits: by operator, by module, by size.
+"""How many bits each saved activation is kept in: by operator, by module, by size.
 
 A policy is data. In TOML it reads::
 
-    bits = 8                        # of everything that is not named below (layer_norm: at least 8)
-    min_numel = 4096                # smaller tensors stay as they are
+    bits = 8                        # for all that is not named below (layer_norm: at least 8)
+    min_numel = 4096                # smaller tensors are kept unchanged
 
     [operators]
     softmax = 4
     dropout = "off"                 # as PyTorch keeps it
 
-    [modules]                       # patterns of module names; they win over operators, the last that matches wins
+    [modules]                       # patterns of module names: they override operators, and the last match decides
     "blocks.0.*" = "off"
     "blocks.*.attn:softmax" = 8     # one operator in these modules
-    "blocks.*.mlp" = "checkpoint"   # their inputs only; backward runs them again
+    "blocks.*.mlp" = "checkpoint"   # keep only their inputs; backward runs them again
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from narrowband.units import plain_number
 __all__ = ["OPERATORS", "ActivationPolicy", "Bits", "ModuleBits"]
 
 Bits = Literal[8, 4, 2, "off"]
-#: Of a module; "checkpoint": backward runs it again, and keeps only its inputs, in so many bits.
+#: Bits of a module. "checkpoint": only its inputs are kept, in so many bits, and backward runs the module again.
 ModuleBits = Literal[8, 4, 2, "off", "checkpoint", "checkpoint:bits=8", "checkpoint:bits=4", "checkpoint:bits=2"]
 
 #: Operators that a policy can name, and what they are.
@@ -56,44 +56,45 @@ OPERATORS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """What is kept in how many bits, and how its range is found.
+    """How many bits each saved tensor is kept in, and how the range of its codes is found.
 
     Attributes:
-        bits: for all that is not named below: 8, 4, 2, or "off" to keep it as PyTorch does. Layer normalization keeps 8
-            bits if this is 4 or 2, unless it is named: most of the error would come from it, and few of the bytes do.
-        operators: operator → bits; see :data:`OPERATORS`. Autograd functions of others ("custom") are off unless named:
-            rounding might spoil their gradients. A tensor that several operators save is kept once, with the bits of
-            the first, unless a later one has more.
-        modules: pattern of module names → bits. Names are as in ``model.named_modules()``; ``*`` stands for anything,
-            and ``[0-3]`` for one of these characters. With ``:operator`` behind it, of that operator alone. The last
-            pattern that matches decides. "custom" has to be named here, too. "checkpoint": nothing that these modules
-            compute is kept, nor what modules within them do; backward runs them again from their inputs, as
-            :func:`torch.utils.checkpoint.checkpoint` does. The inputs are kept in the bits that the operator
-            "checkpoint" has there, or in those that are named with it, as in "checkpoint:bits=8". The model itself is
-            a module, too: it is named "", and "*" matches it.
-        min_numel: smaller tensors are kept as they are.
-        granularity: which elements share a range. ``group``: those of an attention head, or of a group of channels; of
-            an input that a checkpoint keeps, a row or an even part of it, of at most 256 elements. ``layer``: the
-            whole tensor. A number, a multiple of 8: so many neighbours in memory. Ranges of rows and neighbours are
-            taken from every tensor and kept beside its codes, 8 bytes each, without looking for outliers. Graphs of
-            ``torch.compile`` always have neighbours: 256, unless there is a number here.
-        heads: number of attention heads; None: the module's own ``num_heads``, ``n_head``, …
-        groups: number of groups of channels where there are no heads; None: as many as heads (8 without attention). A
-            channel that is a group of its own takes whole bytes, whatever the bits, if channels lie side by side.
+        bits: for all that is not named below: 8, 4, 2, or "off" to keep tensors as PyTorch does. Layer normalization
+            keeps 8 bits if this is 4 or 2, unless it is named: it would cause most of the error, and has few of the
+            bytes.
+        operators: operator → bits; see :data:`OPERATORS`. Autograd functions of users and of other libraries ("custom")
+            are off unless named: rounding might spoil their gradients. A tensor that several operators save is kept
+            once, in the bits of the first operator, unless a later one has more.
+        modules: pattern of module names → bits. Names are as in ``model.named_modules()``; ``*`` matches anything, and
+            ``[0-3]`` one of these characters. A pattern with ``:operator`` behind it applies to that operator only. The
+            last pattern that matches decides. "custom" must be named here, too. "checkpoint": nothing that these
+            modules and the modules inside of them compute is kept; backward runs them again from their inputs, as
+            :func:`torch.utils.checkpoint.checkpoint` does. The inputs are kept in the bits of the operator "checkpoint"
+            there, or in the bits given with it, as in "checkpoint:bits=8". The model itself is a module, too: its name
+            is "", and "*" matches it.
+        min_numel: tensors with fewer elements are kept unchanged.
+        granularity: which elements share a range. ``group``: those of an attention head, or of a group of channels; for
+            an input that a checkpoint keeps, those of a row or of an even part of it, at most 256. ``layer``: the whole
+            tensor. A number, a multiple of 8: so many neighbours in memory. Ranges of rows and neighbours are computed
+            for every tensor and kept beside its codes, 8 bytes each, without a check for outliers. Graphs of
+            ``torch.compile`` always use neighbours: 256, unless there is a number here.
+        heads: the number of attention heads; None: the module's own ``num_heads``, ``n_head``, …
+        groups: the number of groups of channels where there are no heads; None: as many as heads (8 without attention).
+            If channels lie side by side in memory and each is a group, codes take whole bytes, whatever the bits.
         statistics: ``running``: ranges are estimated from all batches so far, equations 6 and 7 of the paper;
-            ``sample``: taken from every sample and kept beside it.
-        decay: of running estimates, the paper's μ; 0 takes every batch's own range. A batch is quantized with the
-            ranges of those before it, which saves a pass, unless it moves an end by more than 2 % of the width.
+            ``sample``: ranges are computed for every sample and kept beside it.
+        decay: the decay of running estimates, the paper's μ; 0 uses every batch's own range. A batch is quantized with
+            the estimates before it, which saves a pass, unless it moves an end by more than 2 % of the width.
         symmetric: make ranges as wide below zero as above.
-        rounding: ``stochastic`` (equation 4) is right on average; ``nearest`` has smaller errors in single elements.
-        derive: do not keep the results of GELU, SiLU, ReLU, layer, RMS and batch normalization, but compute them again
-            from their inputs in backward, if these have at least as many bits. Of layer normalization's input the
-            normalized form is kept then, and each channel of batch normalization's has a range of its own. The paper
-            does not have this: ``derive=False``.
+        rounding: ``stochastic`` (equation 4) is unbiased; ``nearest`` has smaller errors in single elements.
+        derive: do not keep the results of GELU, SiLU, ReLU, layer, RMS and batch normalization; backward recomputes
+            them from their inputs, if these have at least as many bits. The input of layer normalization is then kept
+            in its normalized form, and each channel of batch normalization's input has its own range. The paper does
+            not do this; ``derive=False`` turns it off.
 
     Raises:
-        ValueError: an operator or a number of bits that does not exist, a number out of its range, or "checkpoint" for
-            anything but modules.
+        ValueError: an operator or a number of bits does not exist, a number is out of its range, or "checkpoint" is
+            given for something else than modules.
 
     Example:
         >>> ActivationPolicy(bits=4, operators={"softmax": 8}, modules={"head": "off"}).bits_for(
@@ -119,7 +120,7 @@ class ActivationPolicy:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            object.__setattr__(self, each.name, plain_number(getattr(self, each.name)))  # frozen: a part of making it
+            object.__setattr__(self, each.name, plain_number(getattr(self, each.name)))  # the dataclass is frozen
         for field_, value in (("operators", self.operators), ("modules", self.modules)):
             if not isinstance(value, Mapping):
                 raise ValueError(f'{field_}={value!r} must say what has how many bits, such as {{"softmax": 4}}')
@@ -164,18 +165,18 @@ class ActivationPolicy:
 
     @property
     def neighbours(self) -> int | None:
-        """How many elements that lie side by side share a range; None: ranges belong to heads, groups or layers."""
+        """How many neighbouring elements share a range; None: ranges belong to heads, groups or layers."""
         return self.granularity if isinstance(self.granularity, int) else None
 
     @property
     def learns(self) -> bool:
-        """Whether ranges are estimated over batches, and not taken from every tensor."""
+        """Whether ranges are running estimates over batches, and not computed for every tensor."""
         return self.statistics == "running" and self.neighbours is None
 
     def bits_for(self, operator: str, module: str) -> Bits:
-        """For the tensors that an operator saves in the module of that name."""
+        """Return the bits for the tensors that an operator saves in the module of that name."""
         usual: Bits = self.operators.get(operator, self._unnamed(operator))
-        unnamed = operator == "custom" and usual == "off"  # then a pattern of modules alone does not mean it
+        unnamed = operator == "custom" and usual == "off"  # patterns without an operator then do not apply to it
         for pattern, bits in reversed(list(self.modules.items())):
             name, _, only = pattern.partition(":")
             if not fnmatch.fnmatchcase(module, name):
@@ -190,7 +191,7 @@ class ActivationPolicy:
         return usual
 
     def names(self, operator: str, module: str) -> bool:
-        """Whether what decides about the tensors that an operator saves in a module names this operator."""
+        """Whether the entry that decides about an operator in a module names the operator explicitly."""
         for pattern in reversed(list(self.modules)):
             name, colon, only = pattern.partition(":")
             if only in ("", operator) and fnmatch.fnmatchcase(module, name) and not _recomputes(self.modules[pattern]):
@@ -198,13 +199,13 @@ class ActivationPolicy:
         return operator in self.operators
 
     def checkpoints(self, module: str) -> bool:
-        """Whether the module of that name is computed again."""
+        """Whether backward recomputes the module of that name."""
         whole = (pattern for pattern in reversed(list(self.modules)) if ":" not in pattern)
         last = next((pattern for pattern in whole if fnmatch.fnmatchcase(module, pattern)), None)
         return last is not None and _recomputes(self.modules[last])
 
     def _unnamed(self, operator: str) -> Bits:
-        """Of an operator that nothing names."""
+        """Return the bits of an operator that no entry names."""
         if operator == "custom":
             return "off"
         return 8 if operator == "layer_norm" and self.bits in (4, 2) else self.bits
@@ -221,13 +222,13 @@ class ActivationPolicy:
 
     @property
     def is_off(self) -> bool:
-        """Whether everything is kept as PyTorch keeps it, whatever the model."""
+        """Whether the policy compresses nothing, whatever the model."""
         return {self.bits, *self.operators.values(), *self.modules.values()} == {"off"}
 
     # ---- as data -----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the default; :meth:`from_dict` is the inverse."""
+        """Return the fields that differ from the default; :meth:`from_dict` is the inverse."""
         default = ActivationPolicy()
         return {
             name: dict(value) if isinstance(value, Mapping) else value
@@ -237,10 +238,10 @@ class ActivationPolicy:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ActivationPolicy:
-        """A policy from what a TOML file holds.
+        """Make a policy from the dictionary that a TOML file holds.
 
         Raises:
-            ValueError: a key that does not exist.
+            ValueError: a key does not exist, or a value is not valid.
         """
         for key in values:
             _check_name("key", key, [f.name for f in fields(cls)])
@@ -251,7 +252,7 @@ class ActivationPolicy:
         """Read a TOML file.
 
         Raises:
-            ValueError: it is no TOML, or no policy; says where.
+            ValueError: the file is not valid TOML, or not a valid policy; the message names the file.
         """
         if sys.version_info >= (3, 11):
             import tomllib
@@ -263,7 +264,7 @@ class ActivationPolicy:
             raise ValueError(f"{path}: {error}") from error
 
     def to_toml(self) -> str:
-        """What :meth:`load` reads."""
+        """Return the policy as TOML, which :meth:`load` reads."""
         values = self.to_dict()
         tables = {name: values.pop(name) for name in ("operators", "modules") if name in values}
         lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
@@ -276,7 +277,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace(
             "\x7f", "\\u007f"
-        )  # the one that TOML escapes and JSON not
+        )  # the only character that TOML escapes and JSON does not
     return str(value).lower()
 
 

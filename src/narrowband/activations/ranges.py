@@ -1,22 +1,22 @@
-"""Ranges of groups: what is estimated of them from batch to batch.
+"""Running estimates of the ranges of groups, from batch to batch.
 
-A code stands for a share of a range, α wide from β on (equations 3 and 5 of Pan et al. 2021, Mesa, arXiv 2111.11124)::
+A code divides a range of width α that begins at β (equations 3 and 5 of Pan et al. 2021, Mesa, arXiv 2111.11124)::
 
     x̃ = clip(round((x − β) · (2^b − 1) / α), 0, 2^b − 1)        (3)        x̂ = x̃ · α / (2^b − 1) + β        (5)
     α ← μ·α + (1 − μ)·(max − min),    β ← μ·β + (1 − μ)·min       (6, 7)
 
-The paper takes a batch into the estimates and quantizes it then, which reads it twice. Here codes are made with the
-estimates of the batches before, and the same pass finds the batch's extremes. Where taking these in moves an end of a
-range by more than a small share of its width (:data:`DRIFT`), the tensor is quantized anew, as the paper has it. So
-every range is the paper's within that share. An element beyond the range exceeds it by at most 1/μ times what it
-exceeds the paper's, since x − (μ·end + (1 − μ)·x) = μ·(x − end).
+The paper updates the estimates with a batch and then quantizes it, which reads the batch twice. Here one pass makes
+codes with the estimates of the batches before and finds the batch's extremes. Where updating the estimate with these
+moves an end of a range by more than a small share of its width (:data:`DRIFT`), the tensor is quantized again, as in
+the paper. So every range is the paper's within that share. An element beyond the range exceeds it by at most 1/μ times
+as much as it exceeds the paper's range, since x − (μ·end + (1 − μ)·x) = μ·(x − end).
 
-The paper clips a batch that is wider than its estimate, which makes gradients of such a batch wrong by a fifth and
-more. So a group that would take more than 1.25 times (:data:`WIDE`) the width has its own range in that batch. This
-rule is not the paper's; estimates learn of such a batch as of any other.
+The paper clips a batch that is wider than its estimate, which makes the gradients of such a batch wrong by a fifth and
+more. So a group that would need more than 1.25 times (:data:`WIDE`) the width gets its own range in that batch. This
+rule is not the paper's; such a batch updates the estimates as any other does.
 
-On a GPU nothing of this may wait for the device, or the host could not run ahead of it. So the device settles ranges by
-itself, and what the host has to know of a batch it reads in the next one: see :class:`Notes`.
+On a GPU none of this may wait for the device, since the host must run ahead of it. So the device determines ranges by
+itself, and the host reads what it has to know about a batch during the next one: see :class:`Notes`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ if TYPE_CHECKING:
 
 __all__ = ["DRIFT", "JUMP", "WIDE", "Estimates", "Notes", "centred", "drift", "ranges", "shaped"]
 
-#: The share of a range's width by which an end may differ from what equations 6 and 7 say.
+#: The share of a range's width by which an end may differ from equations 6 and 7.
 DRIFT = 0.02
-#: How many times as wide as its estimate a range has to be that holds a batch and the estimate, for the batch's own to
-#: take its place: what is less is clipped.
+#: A batch gets its own range where the union of its range and the estimate is more than this many times as wide as the
+#: estimate. Below that, the batch is clipped.
 WIDE = 1.25
-#: How many times as wide as its estimate a batch may be, and have fewer than 8 bits.
+#: A batch that is more than this many times as wide as its estimate gets 8 bits.
 JUMP = 4
-#: About half of all steps miss the middle by a bit.
+#: The most attempts of :func:`centred`. About half of all steps miss the middle by one bit.
 _TRIES = 64
 
 
 class Notes:
-    """What a device has noted of tensors, and the host reads later: a float32 each, the largest since it was read.
+    """Numbers that a device notes about tensors and the host reads later.
+
+    Each tensor has one float32, which :meth:`send` zeroes. Kernels that note a width keep the largest value until then.
 
     Example:
         >>> notes, cpu = Notes(), torch.device("cpu")
@@ -64,7 +66,7 @@ class Notes:
         self._lock = threading.Lock()
 
     def place(self, name: str, device: torch.device) -> Tensor:
-        """Where the device notes what it finds of a tensor, of shape (1,)."""
+        """Return the tensor, of shape (1,), that the device writes its note about the named tensor to."""
         with self._lock:
             board = self._boards.get(device)
             if board is None:
@@ -72,20 +74,21 @@ class Notes:
             return board.place(name)
 
     def send(self) -> None:
-        """Have everything that was noted so far brought to the host, while both go on."""
+        """Start to copy all notes to the host, without waiting."""
         with self._lock:
             for board in self._boards.values():
                 board.send()
 
     def receive(self) -> None:
-        """Take in what has arrived; nothing is waited for."""
+        """Take in the notes that have arrived, without waiting for others."""
         with self._lock:
             for board in self._boards.values():
                 board.receive()
 
     def read(self, name: str, at_most: float = math.inf) -> float:
-        """What has arrived of a tensor, once, unless it is more than so much: then it is still there; 0 where nothing
-        has arrived.
+        """Return the note about a tensor; 0 where none has arrived.
+
+        A note up to ``at_most`` is removed by reading it; a larger one remains.
         """
         found = 0.0
         for board in self._boards.values():
@@ -100,10 +103,10 @@ class _Board:
     """The notes of one device.
 
     Attributes:
-        values: what has arrived and was not read yet, by names; without zeros.
+        values: name → a note that has arrived and has not been read; without zeros.
     """
 
-    #: For so many names at first.
+    #: The initial capacity, in names.
     _ROOM = 512
 
     def __init__(self, device: torch.device) -> None:
@@ -144,48 +147,47 @@ class _Board:
 
 
 class Estimates:
-    """What a model has learned of its activations: running estimates of ranges, α and β by name, float32 (groups,)
-    each; and how many random draws were made. Any thread may use them.
+    """Running estimates of a model's ranges, α and β by name, float32 (groups,) each; and the number of random draws.
 
-    Codes of a batch are made with what :meth:`get` returned for the batches before, if that is close enough to what
-    :meth:`observe` says then; see :func:`~narrowband.activations.packed.quantized`.
+    Any thread may use them. Codes of a batch are made with what :meth:`get` returns, the estimate of the batches
+    before, if the batch moves it little enough; see :func:`~narrowband.activations.packed.quantized`.
 
     Args:
         decay: μ.
-        seed: of random draws, 32 bits.
+        seed: the seed of random draws, 32 bits.
     """
 
     def __init__(self, decay: float = 0.9, seed: int = 0) -> None:
         self.decay = decay
         self.seed = seed
         self.draws = 0
-        #: Of widths of batches over those of their estimates, and of batches with outliers: infinite.
+        #: A batch's width over that of its estimate, infinite for a batch with outliers; and errors of scores.
         self.notes = Notes()
         self._ranges: dict[str, Tensor] = {}  # (2, groups): α, β
         self._lock = threading.Lock()
 
     def draw(self) -> int:
-        """The next seed."""
+        """Return the next seed."""
         with self._lock:
             self.draws += 1
             return self.seed << 32 | self.draws
 
     def get(self, name: str, groups: int, device: torch.device) -> Tensor | None:
-        """The estimate, (2, groups): α, β. None where there is none yet, and where every batch has its own range."""
+        """Return the estimate, (2, groups): α, β. None where there is none yet, or the decay is 0."""
         estimate = self._ranges.get(name)
         if not self.decay or estimate is None or estimate.shape[1] != groups:
             return None
         if estimate.device != device:
             moved = estimate.to(device)
-            self.replace(name, estimate, moved)  # it is learned in place
+            self.replace(name, estimate, moved)  # store the copy, since estimates are updated in place
             return moved
         return estimate
 
     def observe(self, name: str, low: Tensor, high: Tensor) -> Tensor:
-        """Take a batch's extremes in, and return the new estimate. The first batch is taken as it is."""
+        """Update the estimate with a batch's extremes, and return it. The first batch becomes the estimate."""
         with self._lock:
             estimate = self._ranges.get(name)
-            if estimate is None or estimate.shape[1] != low.numel():  # or it is grouped in another way now
+            if estimate is None or estimate.shape[1] != low.numel():  # there is none, or the grouping has changed
                 learned = torch.stack((high - low, low))
             else:
                 learned, _, _ = kernels.learn_ranges(estimate.to(low.device), low, high, self.decay)
@@ -198,7 +200,7 @@ class Estimates:
             self._ranges.pop(name, None)
 
     def replace(self, name: str, expected: Tensor, learned: Tensor) -> bool:
-        """Put an estimate in the place of the expected one; False where another is there by now."""
+        """Replace the expected estimate by another one. Return False where the expected one is no longer there."""
         with self._lock:
             there = self._ranges.get(name) is expected
             if there:
@@ -206,28 +208,28 @@ class Estimates:
         return there
 
     def seen(self, name: str) -> float | None:
-        """A number that was seen of a tensor, if it was; see :meth:`see`."""
+        """Return the number that :meth:`see` stored under a name; None where there is none."""
         with self._lock:
             found = self._ranges.get(name)
         return None if found is None else float(found[0, 0])
 
     def see(self, name: str, value: float) -> None:
-        """Note a number, at least 0, under a name that no range has. It goes with these, as a width."""
+        """Store a number, at least 0, under a name that no range has. The state holds it as the width of a range."""
         most = torch.finfo(torch.float32).max
         number = torch.tensor([[value if value < most else most], [0.0]], dtype=torch.float32, device="cpu")
         with self._lock:
             self._ranges[name] = number
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Name → (2, groups) float32: α, then β. Copies, since estimates may lie in larger tensors."""
+        """Return name → (2, groups) float32: α, then β. These are copies, since estimates may be views."""
         with self._lock:
             return {name: value.clone() for name, value in self._ranges.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what :meth:`state_dict` gave.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: something else was given.
+            ValueError: this is not such a state.
         """
         for name, value in state.items():
             if not isinstance(value, Tensor):
@@ -253,7 +255,7 @@ class Estimates:
 def ranges(
     low: Tensor, high: Tensor, policy: ActivationPolicy, estimates: Estimates, name: str | None
 ) -> tuple[Tensor, Tensor]:
-    """α and β for a tensor with these extremes, of which the estimate of that name learns, if there is a name."""
+    """Return α and β for a tensor with these extremes. With a name, first update the estimate of that name."""
     if name is None or not policy.learns:
         estimate = torch.stack((high - low, low))
     else:
@@ -262,15 +264,15 @@ def ranges(
 
 
 def drift(decay: float) -> float:
-    """The share of its width by which an end of an estimate has to move for a tensor to be quantized anew.
+    """Return the share of its width by which an end of an estimate must move for a tensor to be quantized again.
 
-    What a batch exceeds an end by moves it by 1 − μ of that: so an estimate that is slow to learn has to move by less.
+    A batch moves an end by 1 − μ times what it exceeds the end by. So for a μ close to 1 the share is smaller.
     """
     return min(DRIFT, (WIDE - 1) * (1 - decay))
 
 
 def shaped(estimate: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """α and β as a policy wants them. The same estimates serve any policy."""
+    """Return α and β of an estimate, made symmetric if the policy asks for it. Estimates do not depend on that."""
     alpha, beta = estimate.unbind()
     if not symmetric:
         return alpha, beta
@@ -279,8 +281,9 @@ def shaped(estimate: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
 
 
 def centred(step: Tensor, middle: int) -> Tensor:
-    """Steps, next to none larger, with which the kernels give zero exactly the code in the middle: they multiply by
-    1 / step, which is rounded.
+    """Return steps, hardly larger than those given, with which kernels encode zero exactly as the middle code.
+
+    A correction is needed since kernels multiply by 1 / step, which is rounded.
     """
     step = torch.where(step < torch.finfo(torch.float32).tiny, 0.0, step)
     for _ in range(_TRIES):

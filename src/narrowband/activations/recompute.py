@@ -1,12 +1,12 @@
-"""Results that are cheap to compute again, from an input that is kept anyway.
+"""Results that backward recomputes cheaply from an input that is kept anyway.
 
-GELU keeps its input, and the linear layer behind it keeps GELU's result; so do normalization and what follows it. Of
-such a pair the input is enough: in backward its codes are decoded, and the result is computed from that. After
-each call of such an operator the pass is told how its result comes about (:class:`Recipe`). When a result is to be
-saved, the recipe becomes a :class:`Derivation`, which takes the place of codes.
+GELU saves its input, and the linear layer behind it saves GELU's result; likewise normalization and the layer behind
+it. Of such a pair the input is enough: backward decodes its codes, and computes the result from it. After each call of
+such an operator, the pass notes how the result can be recomputed (:class:`Recipe`). When a result is to be saved, its
+recipe becomes a :class:`Derivation`, which replaces codes.
 
-A recipe refers to the packed input weakly: the operator's node holds it, and a recipe makes nothing live longer.
-What else the operator was given, parameters and statistics, it copies, as they may change before backward.
+A recipe has a weak reference to the packed input: the operator's node holds the input, and a recipe does not prolong
+its life. A recipe copies the operator's parameters and statistics, since they may change before backward.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ Sizes = Sequence[int] | None
 
 
 class Function(Protocol):
-    """From a source of an input to a result."""
+    """Computes a result from the source of an input."""
 
     def __call__(self, source: Source, sizes: Sizes, dtype: torch.dtype | None, /) -> Tensor:
-        """The result, as :meth:`Source.decode` has it."""
+        """Return the result, in the form that :meth:`Source.decode` specifies."""
 
 
 class Original:
-    """A tensor that is kept as it is, or lives anyway, as a source.
+    """A source that holds the tensor itself, which is kept unchanged or lives anyway.
 
     Args:
-        exact: it, without gaps in memory.
-        dtype: what its values are wanted in; its own if not given.
+        exact: the tensor, without gaps in memory.
+        dtype: the dtype to restore; the tensor's own if not given.
     """
 
-    #: More than any codes have.
+    #: More than codes can have.
     bits = 32
 
     def __init__(self, exact: Exact, dtype: torch.dtype | None = None) -> None:
         self._exact, self._dtype = exact, dtype
 
     def decode(self, sizes: Sizes = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy, in the order of memory."""
+        """Return a copy in memory order."""
         x = self._exact.restore()
         arrangement = Arrangement.of(x)
         formed = sizes is not None and arrangement.is_usual and arrangement.sizes == tuple(sizes)
@@ -73,13 +73,13 @@ class Original:
 
 
 class Derivation:
-    """A result that is computed again.
+    """A source that recomputes a result.
 
     Args:
-        function: from the input to the result.
-        source: of the input.
-        nbytes: that the function holds.
-        bits: as good as those of codes of the result itself.
+        function: computes the result from the input.
+        source: the source of the input.
+        nbytes: bytes that the function holds.
+        bits: the result is as precise as codes of it with so many bits would be.
     """
 
     __slots__ = ("__weakref__", "_function", "_nbytes", "_source", "bits")
@@ -88,28 +88,28 @@ class Derivation:
         self._function, self._source, self._nbytes, self.bits = function, source, nbytes, bits
 
     def count(self) -> int:
-        """Bytes that it holds beside its source's, and the sources' own of this kind, where nobody has counted them."""
+        """Return the bytes held by this derivation and by the derivations among its sources; each counts only once."""
         nbytes, self._nbytes = self._nbytes, 0
         return nbytes + (self._source.count() if isinstance(self._source, Derivation) else 0)
 
     def decode(self, sizes: Sizes = None, dtype: torch.dtype | None = None) -> Tensor:
-        """In the order of memory."""
+        """Compute the result, in memory order."""
         return self._function(self._source, sizes, dtype)
 
 
-#: What is kept of a tensor, as long as anyone keeps it.
+#: Returns the source of a tensor's values as long as something keeps it, and None afterwards.
 Origin = Callable[[], "Source | None"]
 
 
 class Recipe:
-    """How a result can be computed again, as long as the packed input lives.
+    """How to recompute a result, as long as the packed input lives.
 
     Args:
-        function: from the input to the result.
-        origin: of the input.
-        nbytes: that the function holds.
-        by_row: whether it makes rows equally large, and so an error as large beside all of them as it is beside the
-            smallest: codes are then worth half of their bits.
+        function: computes the result from the input.
+        origin: the origin of the input.
+        nbytes: bytes that the function holds.
+        by_row: whether the function scales all rows to the same size, as normalization does. It then scales up errors
+            in small rows, so the input's codes count for half of their bits.
     """
 
     __slots__ = ("_by_row", "_function", "_made", "_nbytes", "_origin")
@@ -119,7 +119,7 @@ class Recipe:
         self._made: Callable[[], Derivation | None] = lambda: None
 
     def derivation(self) -> Derivation | None:
-        """The same one for all who save the result; None where the packed input is gone."""
+        """Return the derivation, the same for all that save the result; None where the packed input is gone."""
         made = self._made()
         if made is None:
             source = self._origin()
@@ -132,17 +132,17 @@ class Recipe:
 
 
 class Recipes(Protocol):
-    """Where an operator finds its packed input, and notes how its result can be computed again."""
+    """The interface by which an operator finds its packed input, and notes how to recompute its result."""
 
     def origin(self, x: Any) -> Origin | None:
-        """Where to find the codes of an input; None where there are none."""
+        """Return where to find the codes of an input; None where there are none."""
 
     def derive(self, y: Tensor, recipe: Recipe) -> None:
-        """Note that an operator's result can be computed again."""
+        """Note how to recompute an operator's result."""
 
 
 def cast_to(own: torch.dtype) -> Function:
-    """The function of autocast."""
+    """Return the function that casts to a dtype, as autocast does."""
 
     def function(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
         cast = source.decode(sizes, own)
@@ -152,11 +152,11 @@ def cast_to(own: torch.dtype) -> Function:
 
 
 def _computed(function: Callable[[Tensor], Tensor]) -> Function:
-    """Of a function from the input to a result, both flat in the order of memory. It may write to what it is given."""
+    """Wrap a function that maps the flat input, in memory order, to the flat result. It may write to its input."""
 
     def compute(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
         x = source.decode()
-        # As it was forward, wherever backward is called from: within a pass, under autocast, to differentiate twice.
+        # Compute as in forward wherever backward is called: within a pass, under autocast, with create_graph.
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
             return _formed(function(x), sizes, dtype)
 
@@ -164,7 +164,7 @@ def _computed(function: Callable[[Tensor], Tensor]) -> Function:
 
 
 def _elementwise(function: Callable[[Tensor], Tensor]) -> Function:
-    """The same of one that takes tensors of any shape."""
+    """Wrap an elementwise function, which takes tensors of any shape. It may write to its input."""
 
     def compute(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
         x = source.decode(sizes)
@@ -175,14 +175,14 @@ def _elementwise(function: Callable[[Tensor], Tensor]) -> Function:
 
 
 def _formed(x: Tensor, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
-    """In these sizes and this dtype."""
+    """Return x in these sizes and this dtype."""
     if dtype is not None and dtype is not x.dtype:
         x = x.to(dtype)
     return x if sizes is None else x.view(sizes)
 
 
 def original(exact: weakref.ref[Exact]) -> Origin:
-    """The origin of a tensor that is kept as it is."""
+    """Return the origin of a tensor that is kept unchanged."""
 
     def there() -> Original | None:
         kept = exact()
@@ -195,7 +195,7 @@ def original(exact: weakref.ref[Exact]) -> Origin:
 
 
 def bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
-    """Arguments in the order of the parameters, with their defaults. Tensor methods call theirs ``self``."""
+    """Return a call's arguments in the order of the parameters, with defaults. A method's ``self`` is ``input``."""
     values = dict(zip(parameters, args, strict=False)) | kwargs
     if "self" in values:
         values["input"] = values.pop("self")
@@ -205,7 +205,10 @@ def bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
 def derive_elementwise(
     recipes: Recipes, x: Tensor, y: Tensor, origin: Origin | None, function: Callable[[Tensor], Tensor]
 ) -> None:
-    """Note that each element of the result comes of the input's in the same place. The function may write to it."""
+    """Note that ``function`` computes each element of the result from the same element of the input.
+
+    The function may write to its input.
+    """
     if origin is not None and Arrangement.of(x) == Arrangement.of(y):
         recipes.derive(y, Recipe(_elementwise(function), origin))
 
@@ -231,9 +234,9 @@ def _derive_whole(
     *copies: Tensor | None,
     by_row: bool = False,
 ) -> None:
-    """Note how the result comes of the input, both in their shapes."""
+    """Note that ``function`` computes the result from the input, both in their own shapes."""
     given, made = Arrangement.of(x), Arrangement.of(y)
-    if x.dtype == y.dtype:  # autocast may have cast the input first
+    if x.dtype == y.dtype:  # not if autocast has cast the input first
         whole = _computed(lambda flat: made.flat(function(given.unflat(flat))))
         recipes.derive(y, Recipe(whole, origin, _nbytes(*copies), by_row=by_row))
 
@@ -241,34 +244,35 @@ def _derive_whole(
 class Normalization:
     """A call of layer normalization, x → (x − mean) · rstd · weight + bias.
 
-    In a row of small numbers, the error of codes that all rows share is large beside the row, and normalization makes
-    it as large beside all others. So the input is kept in its normalized form n = (x − mean) · rstd, and both
-    the input and the result come of that, by the statistics that the operator's node keeps anyway.
+    All rows share a range, so in a row of small numbers the error of codes is large relative to the row, and
+    normalization scales it up with the row. So the input is kept in its normalized form n = (x − mean) · rstd. Both the
+    input and the result are computed from n, with the statistics that the operator's node keeps anyway.
 
     Args:
         x: the input.
-        shape: of the dimensions that are normalized.
-        weight: or None.
-        bias: or None.
-        eps: under the root.
+        shape: the sizes of the dimensions that are normalized.
+        weight: the weight, or None.
+        bias: the bias, or None.
+        eps: the number added to the variance.
     """
 
     def __init__(self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-        self._input = x.data_ptr(), x.shape, x.dtype  # not the input, which what is saved here would hold
+        self._input = x.data_ptr(), x.shape, x.dtype  # not x itself: recipes refer to self and would keep it alive
         self._shape, self._weight, self._bias, self._eps = tuple(shape), weight, bias, eps
         self._statistics: tuple[Tensor, Tensor] | None = None
-        #: Of what was kept of n in this call.
+        #: The origin of n, if n was kept in this call.
         self.origin: Origin | None = None
-        #: Makes the codes of n, if they are to be made of the input by the statistics of the operator.
+        #: Makes the codes of n from the input once the operator has computed its statistics; None if not needed.
         self.owed: Callable[[Standard], None] | None = None
 
     def takes(self, x: Tensor) -> bool:
-        """Whether this is the input, and no parameter or statistic."""
+        """Whether a saved tensor is the input, and not a parameter or statistic."""
         return self._input == (x.data_ptr(), x.shape, x.dtype)
 
     def normalized(self, x: Tensor) -> Tensor | None:
-        """n, contiguous; None where the input does not come back of it. On a GPU nobody asks: there, NaN comes back
-        then.
+        """Return n, contiguous; None where the input cannot be computed from n.
+
+        On a GPU this is not checked, since it would wait for the device: such an input is then restored as NaN.
         """
         n, mean, rstd = torch.native_layer_norm(x, self._shape, None, None, self._eps)
         self._statistics = mean, rstd
@@ -277,7 +281,7 @@ class Normalization:
         return n if bool((torch.isfinite(mean) & torch.isfinite(1 / rstd)).all()) else None
 
     def input(self, x: Tensor) -> Function:
-        """From n to the input."""
+        """Return the function that computes the input from n."""
         given, shape, length = Arrangement.of(x), x.shape, math.prod(self._shape)
 
         def function(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
@@ -291,11 +295,11 @@ class Normalization:
         return function
 
     def derive(self, recipes: Recipes, x: Tensor, y: Tensor) -> bool:
-        """Note how the result comes of n, with parameters as they are now. False: n is not kept."""
+        """Note how to compute the result from n, with copies of the parameters. Return False where it cannot be."""
         if self.origin is None:
             return False
         node: Any = y.grad_fn
-        if node is not None and node.name() == "NativeLayerNormBackward0":  # the same numbers need not be there twice
+        if node is not None and node.name() == "NativeLayerNormBackward0":  # share its statistics instead of copies
             self._statistics = node._saved_result1, node._saved_result2
         if self.owed is not None:
             if self._statistics is None:
@@ -320,19 +324,19 @@ class Normalization:
 
 
 def _affine(n: Source, sizes: Sizes, dtype: torch.dtype | None, affine: Affine) -> Tensor:
-    """n · factor + term, in one pass; numbers in 16 bits are exact in 32."""
+    """Decode n and compute n · factor + term in one pass, in float32, which represents 16-bit numbers exactly."""
     assert isinstance(n, Payload)
     factor, term, length, by_row = affine
     return n.decode(sizes, dtype, Affine(_float32(factor), _float32(term), length, by_row))
 
 
 def _float32(x: Tensor | None) -> Any:
-    """As loops take it; None for None."""
+    """Return x as kernels take it, contiguous in float32; None for None."""
     return x if x is None or (x.dtype is torch.float32 and x.is_contiguous()) else x.float().contiguous()
 
 
 def _layer_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
-    """Of the input itself, where that is what is kept."""
+    """Note how to compute the result from the input, where the input itself is kept and not its normalized form."""
     x, shape, weight, bias, eps = bound(
         args, kwargs, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5
     )
@@ -353,7 +357,10 @@ def _rms_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
 
 
 def _batch_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
-    """By the statistics that forward had, and nothing runs along: all of it is one scale and one shift per channel."""
+    """Note the result as one scale and one shift per channel, from forward's statistics.
+
+    Recomputing it so does not update running statistics.
+    """
     x, mean, variance, weight, bias, training, _, eps = bound(
         args, kwargs, input=None, running_mean=None, running_var=None, weight=None, bias=None, training=False,
         momentum=0.1, eps=1e-5,
@@ -366,13 +373,13 @@ def _batch_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
             # The node's own names: a batch's mean, and one over its deviation.
             mean, scale = (getattr(y.grad_fn, f"_saved_result{place}", None) for place in (1, 2))
             if mean is None or scale is None or scale.numel() != x.shape[1]:
-                return  # a kernel that keeps something else
+                return  # a kernel that saves something else
         else:
             scale = (variance.float() + eps).rsqrt()
         scale = scale.float() if weight is None else scale.float() * weight.float()
         shift = mean.float() * -scale if bias is None else bias.float() - mean.float() * scale
     if not x.is_cuda and not bool(torch.isfinite(scale + shift).all()):
-        return  # there may be more to it then; on a GPU nobody asks, and the result is not finite either
+        return  # the formula may not hold then; on a GPU this is not checked, and the result is not finite either
     one, zero = torch.ones_like(scale), torch.zeros_like(scale)
     channels = (-1, *[1] * (x.dim() - 2))
 
@@ -392,7 +399,7 @@ def _copy(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().clone()
 
 
-#: Operators of which results are computed again, and who notes how. ReLU's is with those that keep one bit.
+#: Operators whose results are recomputed → the function that notes how. ReLU's is in :mod:`.operators`.
 DERIVED: dict[Any, Callable[[Recipes, Tensor, Any, Any], None]] = {
     F.gelu: _gelu,
     F.silu: _silu,

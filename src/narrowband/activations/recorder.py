@@ -1,8 +1,8 @@
-"""What one forward pass saves for backward, recorded tensor by tensor: each is packed, or has a reason not to be.
+"""The recorder of one forward pass, which decides for each tensor saved for backward whether and how it is packed.
 
-Autograd hands every tensor that an operator saves to :meth:`Recorder.pack`. Parameters, buffers, the model's inputs
-(which live anyway), integers and small tensors stay as they are, and so does what is saved outside of the model, by a
-loss for example. A tensor that several operators save is packed once.
+Autograd hands every tensor that an operator saves to :meth:`Recorder.pack`. These are kept unchanged: parameters,
+buffers and the model's inputs, which live anyway; integers; small tensors; and tensors saved outside of the model, for
+example by a loss. A tensor that several operators save is packed once.
 """
 
 from __future__ import annotations
@@ -60,20 +60,21 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """One run through the context, in one thread.
+    """Records what one run through the context saves, in one thread.
 
     Args:
-        modules: of the model, whose parameters and buffers live anyway.
-        policy: what is kept in how many bits.
-        estimates: of the model's ranges.
+        modules: the modules of the model, whose parameters and buffers live anyway.
+        policy: which tensors are kept in how many bits.
+        estimates: the estimates of the model's ranges.
         pieces: memory for codes.
 
     Attributes:
-        saved: what was saved so far.
+        saved: the bytes that were saved so far.
         packed: how many tensors were packed.
-        between_graphs: how many tensors a compiled module saved outside of its graphs, which would have been packed.
-        call: of the operator at work, as far as the mode on functions sees it.
-        normalization: the call of layer normalization at work.
+        between_graphs: how many tensors a compiled module saved outside of its graphs that the policy would pack. They
+            are kept unchanged.
+        call: the call of the running operator, as far as the function mode sees it.
+        normalization: the running call of layer normalization.
         hooks: pack and unpack, for :class:`torch.autograd.graph.saved_tensors_hooks`.
     """
 
@@ -86,21 +87,21 @@ class Recorder:
         self.normalization: Normalization | None = None
         self.storages = Storages()
         self.storages.live(modules.tensors())
-        # A graph holds the hooks, and a model may hold a graph: so they do not hold the model.
+        # A graph holds the hooks, and a model may hold a graph: a weak reference avoids a cycle.
         self.hooks = functools.partial(_pack, weakref.ref(self)), _unpack
         self._thread = threading.get_ident()
-        self._at_work: list[tuple[int, str]] = []  # modules by id, and their names; the innermost is last
+        self._at_work: list[tuple[int, str]] = []  # id and name of the running modules; the innermost is last
         self._counts: dict[Place, int] = {}
         self._tallies: dict[Place, tuple[SavedBytes, SavedBytes]] = {}
-        #: Whether a tensor had outliers that let errors of whatever is saved after it grow beyond measure.
+        #: Whether a tensor had extreme outliers, which would make errors in all tensors saved after it unbounded.
         self._extreme = False
 
     # ---- where we are ------------------------------------------------------------------------------------------------
-    # Hooks on modules are called in all threads: each recorder minds its own.
+    # Module hooks are called in all threads: each recorder ignores calls from threads other than its own.
 
     @unseen
     def entering(self, module: nn.Module, _: Any) -> None:
-        """A module begins."""
+        """Note that a module's forward begins."""
         if self._thread != threading.get_ident():
             return
         name, at_work = self.modules.name_of(module), self._at_work
@@ -108,12 +109,12 @@ class Recorder:
             if name is None:
                 return
             self._counts.clear()
-        # Of modules that came later, the one around them answers.
+        # A module that was added after the names were collected goes by the name of the module around it.
         at_work.append((id(module), at_work[-1][1] if name is None else name))
 
     @unseen
     def leaving(self, module: nn.Module, _: Any = None, outputs: Any = None) -> None:
-        """A module has ended."""
+        """Note that a module's forward has ended."""
         if self._thread != threading.get_ident():
             return
         own, at_work = id(module), self._at_work
@@ -124,18 +125,18 @@ class Recorder:
             return
         for place in reversed(range(len(at_work))):
             if at_work[place][0] == own:
-                del at_work[place:]  # with what KeyboardInterrupt kept from ending
+                del at_work[place:]  # also modules inside of it whose end a KeyboardInterrupt prevented
                 return
 
     @unseen
     def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """The model is given these: they live as long as whoever gave them wants."""
+        """Note the model's inputs: the caller decides how long they live, so they are not counted."""
         if self._thread == threading.get_ident():
             self.storages.live(torch.utils._pytree.tree_leaves((args, kwargs)))
 
     @contextlib.contextmanager
     def inside(self, module: nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Iterator[None]:
-        """A call of a module on which there are no hooks; a call of an operator in its stead, if one is given."""
+        """Note the call of a module that has no hooks on it. If ``call`` is given, it becomes the running operator."""
         if not self._at_work:
             self.begins(module, args, kwargs)
         before = self.call
@@ -149,29 +150,29 @@ class Recorder:
             self.call = before
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether a module is one of the model's, or is called by one of them."""
+        """Whether a module belongs to the model, or is called by a module that does."""
         return bool(self._at_work) or self.modules.name_of(module) is not None
 
     def saves_here(self) -> bool:
-        """Whether autograd's saved tensors come to this recorder: a checkpoint has hooks of its own."""
+        """Whether autograd hands saved tensors to this recorder; inside of a checkpoint it does not."""
         return bool(torch._C._autograd._top_saved_tensors_default_hooks(True) == self.hooks)
 
     def place(self) -> tuple[Operator, str]:
-        """The operator at work, and the name of the module."""
+        """Return the running operator and the name of the running module."""
         operator = self.call.operator
-        if operator is None:  # no operator of PyTorch, or one of its backward
+        if operator is None:  # not an operator of PyTorch, or one in backward
             operator = CHECKPOINT if saved_by_checkpoint() else CUSTOM if self._at_work else OTHER
         return operator, self._at_work[-1][1] if self._at_work else "(outside)"
 
     def bits(self) -> Bits:
-        """Of what is saved now."""
+        """Return the bits for a tensor that is saved now."""
         operator, module = self.place()
         return self.modules.bits((operator.name, module))
 
     # ---- operators and graphs that pack by themselves ----------------------------------------------------------------
 
     def replaces(self, x: Any) -> bool:
-        """Whether an operator of ours shall take the place of PyTorch's, for this input."""
+        """Whether an operator of this package shall replace PyTorch's for this input."""
         return (
             bool(self._at_work)
             and type(x) is Tensor
@@ -180,13 +181,16 @@ class Recorder:
             and is_plain(x)
             and x.numel() >= self.policy.min_numel
             and self.bits() != "off"
-            # Not in a checkpoint: there, PyTorch compares what it saves now with what it saves when it computes again.
+            # Not in a checkpoint: PyTorch compares what a checkpoint saves in the first run and in the second.
             and self.saves_here()
         )
 
     def keeps(self, kept: Tensor, *, plain: Tensor | int, and_bytes: int = 0) -> None:
-        """One of our operators will save this; PyTorch's would keep a tensor, or so many bytes of its own, or both."""
-        self.storages.of(kept).lives = True  # counted here, and kept as it is
+        """Count the tensor ``kept`` that an operator of this package saves.
+
+        ``plain`` and ``and_bytes`` are what PyTorch's operator would save: a tensor, bytes, or both.
+        """
+        self.storages.of(kept).lives = True  # counted here, and kept unchanged
         operator, module = self.place()
         if isinstance(plain, Tensor):
             plain = self.storages.of(plain).count(plain.untyped_storage().nbytes())
@@ -194,7 +198,13 @@ class Recorder:
         self.packed += 1
 
     def keeps_graph(self, tensors: Iterable[Tensor], plain: int, packed: int) -> None:
-        """Count the tensors that a graph keeps, and its codes: their bytes, and those of the tensors they stand for."""
+        """Count what a compiled graph keeps.
+
+        Args:
+            tensors: all tensors that the graph keeps, codes among them.
+            plain: bytes of the tensors that were packed.
+            packed: bytes of their codes.
+        """
         exact = -packed
         for x in tensors:
             storage = self.storages.of(x)
@@ -207,8 +217,9 @@ class Recorder:
     # ---- results that are computed again -----------------------------------------------------------------------------
 
     def origin(self, x: Any) -> Origin | None:
-        """Where to find the codes of an operator's input, so that its result can be computed again. None: there are
-        none, or the policy wants nothing computed again.
+        """Return where to find the codes of an operator's input, from which its result can be recomputed.
+
+        Returns None where there are no codes, or the policy has ``derive=False``.
         """
         if (
             not self.policy.derive
@@ -231,7 +242,7 @@ class Recorder:
         return None if recipe is None else recipe.derivation
 
     def derive(self, y: Tensor, recipe: Recipe) -> None:
-        """Note how an operator's result can be computed again."""
+        """Note how an operator's result can be recomputed."""
         arrangement = Arrangement.of(y)
         if type(y) is Tensor and y.requires_grad and arrangement.without_gaps:
             self.storages.of(y).has_recipe(values_of(y, arrangement), recipe)
@@ -239,7 +250,7 @@ class Recorder:
     def _recipe_before_cast(
         self, x: Tensor, arrangement: Arrangement, storage: Storage, values: tuple[Any, ...]
     ) -> Recipe | None:
-        """How a tensor of which nothing is known can be computed again, by what it was before autocast."""
+        """Return how to recompute a tensor that autocast made, by the recipe of the tensor before the cast; or None."""
         operand = self._operand_before_cast(x, arrangement)
         if operand is None:
             return None
@@ -251,7 +262,7 @@ class Recorder:
         return recipe
 
     def _operand_before_cast(self, x: Tensor, arrangement: Arrangement) -> Tensor | None:
-        """What the operator at work was given, of which autocast made this tensor, or the one that it is a view of."""
+        """Return the operand of the running operator that autocast cast to this tensor or to its base; or None."""
         base = base_of(x)
         node = base.grad_fn
         if (
@@ -271,13 +282,13 @@ class Recorder:
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def pack(self, x: Tensor) -> Exact | Packed:
-        """What to keep of a tensor that autograd saves."""
+        """Decide what to keep of a tensor that autograd saves, and return it."""
         operator, module = self.place()
         place, kind = (operator.name, module), type(x)
         if (kind is not Tensor and kind is not nn.Parameter) or not is_strided(x) or differentiates_forward():
             return Exact(x, place)
         storage = self.storages.of(x)
-        if is_of_a_parameter(x):  # of one that came later than the pass
+        if is_of_a_parameter(x):  # of a parameter that was created after the pass began
             storage.lives = storage.counted = True
         if storage.lives:
             return Exact(x, place)
@@ -287,8 +298,8 @@ class Recorder:
         plain, tallies = storage.count(nbytes), self._tallies.get(place)
         if tallies is None:
             tallies = self._tallies[place] = self.saved.tallies(*place)
-        # Which of the tensors that the operator saves in this module this is: each has estimates of its own. All are
-        # counted, also those that stay as they are today, so that names do not change with sizes.
+        # The number of this tensor among those that the operator saves in this module; each number has its own
+        # estimates. Tensors that are kept unchanged count, too, so that names do not depend on sizes.
         nth = self._counts[place] = self._counts.get(place, -1) + 1
         bits = self.modules.bits(place)
         if bits != "off" and x.numel() >= self.policy.min_numel and not storage.is_exact:
@@ -319,14 +330,16 @@ class Recorder:
         return exact
 
     def _spare_codes(self, x: Tensor, storage: Storage, exact: Exact) -> None:
-        """What is kept as it is has no use for codes that were made of it before."""
+        """Have codes that were made of a tensor before decode to the tensor itself, which is now kept unchanged."""
         payload = storage.payload(values_of(x, Arrangement.of(x)))
         if payload is not None and payload.exact is None:
             payload.exact = Original(exact)
 
     def _keep_probabilities(self, outputs: Any) -> None:
-        """Keep what a model returns as it is where softmax or sigmoid made it. A loss takes the logarithm, perhaps; its
-        gradient is one over the probability, of which there is nothing to find in the codes of small ones.
+        """Keep the model's outputs unchanged where softmax or sigmoid made them.
+
+        A loss may take their logarithm, whose gradient is one over the probability. The codes of small probabilities
+        do not tell that.
         """
         for output in torch.utils._pytree.tree_leaves(outputs):
             if type(output) is not Tensor or output.grad_fn is None or not is_strided(output):
@@ -350,10 +363,11 @@ class Recorder:
         nth: int,
         bits: Literal[8, 4, 2],
     ) -> tuple[Source | None, int]:
-        """Codes of the tensor, or how it is computed again; and how many bytes are kept for it that were not before.
-        Neither codes nor a computation: it is to be kept as it is.
+        """Return the codes of a tensor, or how to recompute it; and how many more bytes are kept for it.
+
+        None instead of codes means: keep the tensor unchanged.
         """
-        if operator is COMPILED:  # between graphs nothing says which operator it is
+        if operator is COMPILED:  # between graphs the operator is not known
             self.between_graphs += 1
             return None, 0
         if (
@@ -377,7 +391,7 @@ class Recorder:
         recipe = storage.recipe(values)
         if recipe is None:
             parameter = self.call.parameter_before_cast(x)
-            if parameter is not None:  # which lives anyway, and can be cast again
+            if parameter is not None:  # the parameter lives anyway, and backward can cast it again
                 there = is_cast_of(x, arrangement, parameter)
                 return Original(Exact(parameter, (operator.name, module)), x.dtype) if there else None, 0
             recipe = self._recipe_before_cast(x, arrangement, storage, values)
@@ -406,7 +420,7 @@ class Recorder:
         return payload, payload.nbytes
 
     def _bits_of_scores(self, module: str, nth: int, bits: Literal[8, 4, 2]) -> Literal[8, 4, 2, 0]:
-        """Of what fused attention saves; more, or 0, where scores are too large for so few."""
+        """Return the bits for what fused attention saves: more than ``bits``, or 0, where scores are too large."""
         call = self.call
         if call.bits is None:
             call.bits = bits_of_scores(call, bits, self.estimates, f"{module}:attention:{nth}:scores")
@@ -415,8 +429,9 @@ class Recorder:
     def _quantized(
         self, x: Tensor | None, operator: Operator, name: str, module: str, bits: Literal[8, 4, 2], *, of: Tensor
     ) -> Payload | None:
-        """Codes of a tensor, which is another one or made of it; None, which is counted, where there are outliers, or
-        no tensor that has codes.
+        """Return the codes of ``x``; None where it has outliers, or ``x`` is None. None is counted as an outlier.
+
+        ``of`` is the tensor that the operator saves: ``x`` itself, or the one that ``x`` is the normalized form of.
         """
         made: Payload | Outliers = Outliers(extreme=True)
         if x is not None:
@@ -442,8 +457,8 @@ class Recorder:
                 made.numel = x.numel()
         if isinstance(made, Payload):
             return made
-        # What has no gradient is not computed by what learns, and a mask's −inf is meant: neither says of other tensors
-        # that they are extreme.
+        # Extreme values say nothing of other tensors where the tensor has no gradient, since no parameter took part in
+        # it, or where they are the −inf of a mask.
         self._extreme |= made.extreme and of.requires_grad and not is_masked(of)
         self.saved.add(operator.name, module, 0, 0, outliers=1)
         return None
@@ -458,8 +473,9 @@ class Recorder:
         bits: Literal[8, 4, 2],
         normalization: Normalization,
     ) -> Payload | None:
-        """Codes of a tensor's normalized form, made when the operator has come to its statistics; None where the host
-        has to look at that form.
+        """Return a payload for a tensor's normalized form, to be filled when the operator has computed its statistics.
+
+        Returns None where the host has to look at the normalized form first.
         """
         direct = x.dtype is not torch.float16 and arrangement.is_usual and arrangement.without_gaps
         if not direct or not ahead(x.device):
@@ -473,7 +489,7 @@ class Recorder:
         return payload
 
     def _cut(self, x: Tensor, arrangement: Arrangement, operator: Operator, module: str) -> Cut:
-        """How a tensor is cut. All that this depends on is in the key, or is the same in every pass."""
+        """Return how a tensor is cut into rows, from a cache. Its key has all that may change from pass to pass."""
         policy, node = self.policy, x.grad_fn if operator.kind == "either" else None
         forms = self.call.forms() if operator.name == "matmul" or policy.statistics == "sample" else ()
         key = operator, module, x.shape, x.stride(), forms, None if node is None else node.name()
@@ -482,15 +498,15 @@ class Recorder:
             modules = self.modules
             grouping = self.call.grouping(x, operator, policy, modules.heads(module), modules.default_groups)
             samples = self.call.samples(x, grouping) if policy.statistics == "sample" else 1
-            if len(modules.cuts) >= _CUTS:  # of sizes that will hardly come back
+            if len(modules.cuts) >= _CUTS:  # sizes vary so much that most of them will not recur
                 modules.cuts.clear()
             found = modules.cuts[key] = Cut.of(x, arrangement, arrangement.rows(grouping, samples=samples))
         return found
 
 
-#: Autograd nodes that make probabilities, and their operators.
+#: Autograd nodes of operators that return probabilities → the operator's name in a policy.
 _PROBABILITIES = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "other"}
-#: Cuts that are remembered.
+#: The size of the cache of cuts.
 _CUTS = 1 << 14
 
 

@@ -1,11 +1,12 @@
-"""Calls of modules that take another way during a pass: compiled ones, and those that backward computes again.
+"""Calls of modules that a pass reroutes: compiled modules, and modules that backward recomputes.
 
-Dynamo would compile what watches a pass along; see :mod:`.dynamo`. So while a pass lasts, what ``torch.compile`` put
-into a module is wrapped: inside of it there is only what :mod:`.compiled` gives, and afterwards what the graphs keep is
-counted. Modules around the compiled ones, and between them, are compressed operator by operator.
+Dynamo would compile a pass's hooks and mode into its graphs; see :mod:`.dynamo`. So during a pass the callable that
+``torch.compile`` put into a module is wrapped. Inside of the call only the hooks of :mod:`.compiled` are active, and
+after it the bytes that the graphs keep are counted. Modules around and between compiled ones are compressed operator by
+operator.
 
-What is computed again is left to torch.utils.checkpoint, which has its own hooks on saved tensors: inside of it nothing
-is packed.
+Recomputation is left to torch.utils.checkpoint, which has its own hooks on saved tensors: inside of it nothing is
+packed.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ __all__ = ["Regions", "active", "graphs_behind", "recomputed", "rerouted"]
 
 log = logging.getLogger(__name__)
 
-#: Neighbours that share a range in a compiled graph.
+#: How many neighbours share a range in a compiled graph, where the policy sets no number.
 _GROUP = 256
 
 
 class Regions:
-    """Calls of compiled and recomputed modules in one pass.
+    """Handles the calls of compiled and recomputed modules in one pass.
 
     Args:
-        recorder: of the pass.
-        mode: on functions, which compiled code must not see.
+        recorder: the recorder of the pass.
+        mode: the function mode of the pass, which must be off in compiled code.
     """
 
     def __init__(self, recorder: Recorder, mode: TorchFunctionMode) -> None:
@@ -53,9 +54,9 @@ class Regions:
 
     @unseen
     def call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a module that backward computes again, or a compiled one, or one that is both."""
+        """Call a module that is recomputed, compiled, or both."""
         recorder = self.recorder
-        # Of what is in a checkpoint already nothing is kept; and the second time it has to go the same way.
+        # Inside of another checkpoint nothing is kept anyway, and its second run must take the same path as its first.
         if module not in recorder.modules.recomputed or not torch.is_grad_enabled() or not recorder.saves_here():
             return _direct(module, call, *args, **kwargs)
         with recorder.inside(module, args, kwargs):
@@ -63,7 +64,7 @@ class Regions:
             return recomputed(module, functools.partial(_direct, module, call), args, kwargs)
 
     def call_compiled(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a module of which torch.compile made graphs, and count what they keep."""
+        """Run a module that torch.compile compiled, and count what its graphs keep."""
         recorder = self.recorder
         if not recorder.knows(module):
             return call(*args, **kwargs)
@@ -71,7 +72,7 @@ class Regions:
         with recorder.inside(module, args, kwargs, Call(COMPILED)), without_mode(self._mode):
             with self._saving_of_graphs():
                 outputs = call(*args, **kwargs)
-            # In a checkpoint nothing of a graph stays, and to look at it would be to compute it again.
+            # In a checkpoint graphs keep nothing, and reading their saved tensors would recompute them.
             for tensors, plain, packed in graphs_behind(outputs, (args, kwargs)) if recorder.saves_here() else ():
                 recorder.keeps_graph(tensors, plain, packed)
                 graphs += 1
@@ -89,7 +90,7 @@ class Regions:
         return compiled_saving(hooks, recorder.hooks)
 
 
-#: Modules of which PyTorch made no graph, and about which a warning was given.
+#: Modules that a warning was logged for, since PyTorch made no graph of them.
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -108,7 +109,7 @@ def _warn_of_no_graph(module: nn.Module, name: str | None, count: int) -> None:
 
 
 class _Active(threading.local):
-    """The pass that is open in this thread, and what ends it."""
+    """The pass that is open in this thread, and the stack whose closing ends it."""
 
     regions: Regions | None = None
     stack: contextlib.ExitStack | None = None
@@ -118,24 +119,24 @@ active = _Active()
 
 
 def _direct(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call of a module, also when a checkpoint makes it, perhaps in another thread or after the pass."""
+    """Call a module. A checkpoint may do this, too, perhaps in another thread or after the pass."""
     if active.regions is None or not is_compiled_itself(module):
         return call(*args, **kwargs)
     return active.regions.call_compiled(module, call, args, kwargs)
 
 
 class _Rerouted:
-    """A module of which what is called is wrapped, by so many passes."""
+    """A module whose callable is wrapped, with the number of passes that need it so."""
 
     def __init__(self, module: nn.Module) -> None:
         self.passes = 0
-        # Where Module.__call__ looks: Module.compile() leaves what it compiled in the one, all others in forward.
+        # Module.__call__ calls _compiled_call_impl where Module.compile() has set it, and forward otherwise.
         self.attribute = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
         self.own = vars(module).get(self.attribute)
         self.call = getattr(module, self.attribute)
         inside = weakref.ref(module)
 
-        @functools.wraps(self.call)  # with the marks of what may be compiled
+        @functools.wraps(self.call)  # keeps the attributes that tell whether a function may be compiled
         def route(*args: Any, **kwargs: Any) -> Any:
             there, regions = inside(), active.regions
             if there is None or regions is None:
@@ -157,7 +158,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def rerouted(module: nn.Module) -> Iterator[None]:
-    """Calls of a module go to the pass of their thread, if it has one. Several passes may last at once."""
+    """Route calls of a module to the pass of the calling thread, if it has one. Several passes may be open at once."""
     with _lock:
         if module not in _rerouted:
             _rerouted[module] = _Rerouted(module)
@@ -174,9 +175,10 @@ def rerouted(module: nn.Module) -> Iterator[None]:
 
 
 def recomputed(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call something of a module, keep its inputs, and call it again in backward.
+    """Call a callable of a module, keep only its inputs, and call it again in backward.
 
-    Tensors are inputs wherever they are in the arguments; random numbers and autocast are the same the second time.
+    Every tensor in the arguments is an input, however nested. The second call has the same random numbers and autocast
+    state as the first.
     """
     leaves, structure = tree_flatten((args, kwargs))
     ran = False
@@ -193,21 +195,22 @@ def recomputed(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: A
 
 @contextmanager
 def _unchanged_statistics(module: nn.Module) -> Iterator[None]:
-    """Running statistics of normalization in a module that sees a batch again have it in them already."""
+    """Keep a module's running statistics unchanged while it sees a batch again, which is in them already."""
     norms = [norm for norm in module.modules() if isinstance(norm, _NormBase) and norm.training]
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
     try:
         yield
     finally:
         for buffer, value in before:
-            buffer.data.copy_(value)  # which is no change to those who keep it
+            buffer.data.copy_(value)  # through .data, so that the version counter does not change
 
 
 def graphs_behind(outputs: Any, inputs: Any) -> Iterator[tuple[list[Tensor], int, int]]:
-    """What each compiled graph between a call's outputs and its inputs keeps.
+    """Find what each compiled graph between a call's outputs and its inputs keeps.
 
     Yields:
-        Tensors, bytes that some of them hold codes of, and bytes of these codes.
+        For each graph: the tensors that it keeps, the bytes of the tensors that were packed, and the bytes of their
+        codes.
     """
     seen = {_node(x) for x in tree_leaves(inputs)} | {None}
     todo = [_node(x) for x in tree_leaves(outputs)]

@@ -1,14 +1,14 @@
 """Attention whose scores are too large for few bits.
 
-Fused attention keeps the logarithm of each row's sum of exponentials, and backward computes the probabilities again:
-exp(score − logarithm). An error of a score is then a factor of a probability. In independent roundings, whose variance
-is step² / 12, that error has over a head's d features a variance of
+Fused attention saves the logarithm of each row's sum of exponentials, and backward recomputes the probabilities as
+exp(score − logarithm). So an error in a score becomes a factor of a probability. With independent rounding errors of
+variance step² / 12, the error of a score over a head's d features has a variance of
 
     scale² · d / 12 · (step_q² · mean(k²) + step_k² · mean(q²)).
 
-Where its root is a half, gradients are off by about as much as they are long; from there on the error grows as the
-exponential does. Probabilities are nearly 0 or 1 then, and gradients of scores are small differences of what values
-and results say. So all that such a call saves has more bits, or is kept as it is.
+Where its root is one half, the error of gradients is about as long as the gradients; beyond that it grows
+exponentially. Probabilities are nearly 0 or 1 then, and gradients of scores are small differences between terms of
+values and results. So all tensors that such a call saves get more bits, or are kept unchanged.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ if TYPE_CHECKING:
 
 __all__ = ["bits_of_scores", "score_error"]
 
-#: Of a score's error, from which on what a call saves is kept.
+#: The standard deviation of a score's error beyond which a call's tensors are kept unchanged.
 _LIMIT = 0.5
-#: Levels between the extremes of a head that errors are noted for, whatever the bits.
+#: Steps between the extremes of a head. Errors are noted for so many, whatever the bits of the codes.
 _LEVELS = 255
 
 
 @torch.no_grad()
 def score_error(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
-    """The standard deviation of the error of a score, of the head that has the largest, if queries and keys are rounded
-    to 256 levels between a head's extremes.
+    """Return the standard deviation of a score's error if queries and keys are rounded to 256 levels per head.
+
+    The levels lie between a head's extremes. The result is that of the head with the largest error.
 
     Args:
         query: (…, heads, tokens, d), or (tokens, d).
         key: likewise; it may have fewer heads.
-        scale: of scores; 1 / √d by default.
+        scale: the factor of scores; 1 / √d by default.
 
     Returns:
-        Of shape (), float32, where the tensors are.
+        A tensor of shape (), float32, on the device of the inputs.
 
     Example:
         >>> q, k = torch.randn(2, 1, 3, 100, 64)
@@ -60,23 +61,25 @@ def score_error(query: Tensor, key: Tensor, scale: float | None = None) -> Tenso
 
 
 def _spread(x: Tensor) -> tuple[Tensor, Tensor]:
-    """By heads: the distance of two levels, and the mean square."""
+    """Return for each head the distance between two levels, and the mean square."""
     dims = [dim for dim in range(x.dim()) if dim != x.dim() - 3]
     return (x.amax(dims) - x.amin(dims)).float() / _LEVELS, x.float().square().mean(dims)
 
 
 def bits_of_scores(call: Call, bits: Literal[8, 4, 2], estimates: Estimates, name: str) -> Literal[8, 4, 2, 0]:
-    """Of what a call of fused attention saves: as many as asked for if that is enough for its queries and keys, or else
-    8, or else 0, for which all is kept as it is.
+    """Return how many bits to use for the tensors that a call of fused attention saves.
 
-    That is looked at in the first pass, and then in one call of 64, and in every call while all is kept. On a GPU the
-    host waits for the answer in the first pass, and while all is kept.
+    The result is ``bits`` where that is precise enough for the call's queries and keys; else 8; else 0, which means:
+    keep these tensors unchanged.
+
+    The error is computed in the first pass, then in one of 64 calls, and in every call while tensors are kept
+    unchanged. On a GPU the host waits for it in the first pass and while tensors are kept unchanged.
 
     Args:
-        call: of ``F.scaled_dot_product_attention``.
-        bits: of codes, as asked for.
-        estimates: of the model. What was seen last is among them, so that a resumed run looks when this one does.
-        name: of what was seen.
+        call: a call of ``F.scaled_dot_product_attention``.
+        bits: the bits of codes that the policy asks for.
+        estimates: the model's estimates. They hold the last error, so that a resumed run checks the same calls.
+        name: the name of the error in the estimates.
     """
     query, key = _argument(call, 0, "query"), _argument(call, 1, "key")
     arrived = estimates.notes.read(name)
@@ -92,7 +95,7 @@ def bits_of_scores(call: Call, bits: Literal[8, 4, 2], estimates: Estimates, nam
             estimates.see(name, seen)
     if seen <= _LIMIT * ((1 << bits) - 1) / _LEVELS:
         return bits
-    return 8 if seen <= _LIMIT else 0  # also where it is NaN
+    return 8 if seen <= _LIMIT else 0  # 0 also where the error is NaN
 
 
 def _argument(call: Call, at: int, name: str) -> Any:

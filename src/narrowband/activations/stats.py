@@ -1,4 +1,4 @@
-"""What a forward pass saved for backward: bytes by operator and by module, with and without compression."""
+"""How many bytes a forward pass saved for backward: by operator and module, with and without compression."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ __all__ = ["Saved", "SavedBytes", "SavedStats"]
 
 @dataclass
 class SavedBytes:
-    """Bytes that backward needs.
+    """Bytes that are kept for backward.
 
     Attributes:
-        raw_bytes: without compression: the memory of every saved tensor, counted once.
-        kept_bytes: with compression.
-        seconds: that packing took so far, and unpacking, once backward has run. On CUDA, of launching it. No two runs
-            agree in them, so comparisons leave them out.
-        outliers: tensors that the policy would have in few bits, and that are kept as they are, since inf, NaN or an
-            outlier is in them, or an extreme one was in a tensor before them; see
-            :mod:`narrowband.kernels.outliers`.
+        raw_bytes: bytes without compression: the memory of every saved tensor, counted once.
+        kept_bytes: bytes with compression.
+        seconds: time that packing took so far, and unpacking, once backward has run. On CUDA, the time to launch it.
+            No two runs agree in it, so comparisons leave it out.
+        outliers: tensors that the policy gives few bits, and that are kept unchanged since they hold inf, NaN or an
+            outlier, or a tensor before them held an extreme one; see :mod:`narrowband.kernels.outliers`.
     """
 
     raw_bytes: int = 0
@@ -31,7 +30,7 @@ class SavedBytes:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes: raw / kept. 1 where nothing was saved; infinite where all is computed again."""
+        """How many times fewer bytes: raw / kept. 1 where nothing was saved; infinite where all is recomputed."""
         return self.raw_bytes / self.kept_bytes if self.kept_bytes else 1.0 if not self.raw_bytes else math.inf
 
     def add(self, raw_bytes: int, kept_bytes: int, outliers: int = 0) -> None:
@@ -47,7 +46,8 @@ class Saved:
 
     Attributes:
         by_operator: operator → bytes; see :data:`~narrowband.activations.policy.OPERATORS`.
-        by_module: module → bytes that it saved itself. "" is the model; "(outside)" counts what no module saved.
+        by_module: module → bytes that it saved itself, without its submodules. "" is the model; "(outside)" counts
+            tensors that were saved outside of all modules.
     """
 
     by_operator: dict[str, SavedBytes] = field(default_factory=dict)
@@ -55,12 +55,12 @@ class Saved:
 
     @property
     def raw_bytes(self) -> int:
-        """Without compression."""
+        """Bytes without compression."""
         return sum(saved.raw_bytes for saved in self.by_operator.values())
 
     @property
     def kept_bytes(self) -> int:
-        """With compression."""
+        """Bytes with compression."""
         return sum(saved.kept_bytes for saved in self.by_operator.values())
 
     @property
@@ -70,7 +70,7 @@ class Saved:
 
     @property
     def outliers(self) -> int:
-        """Tensors that are kept as they are because inf, NaN or an outlier is in them, or was in one before."""
+        """How many tensors are kept unchanged since they, or a tensor before them, hold inf, NaN or an outlier."""
         return sum(saved.outliers for saved in self.by_operator.values())
 
     def add(self, operator: str, module: str, raw_bytes: int, kept_bytes: int, outliers: int = 0) -> None:
@@ -79,7 +79,7 @@ class Saved:
             saved.add(raw_bytes, kept_bytes, outliers)
 
     def tallies(self, operator: str, module: str) -> tuple[SavedBytes, SavedBytes]:
-        """Of an operator, and of a module."""
+        """Return the counts of an operator, and those of a module."""
         return (
             self.by_operator.setdefault(operator, SavedBytes()),
             self.by_module.setdefault(module, SavedBytes()),
@@ -88,13 +88,15 @@ class Saved:
 
 @dataclass
 class SavedStats(StepRecord):
-    """What one run through the context saved for backward, or the sum of several; as other places count what they sent.
+    """Bytes that one run through the context saved for backward, or the sum of several runs.
+
+    The fields are named as in the records of communication.
 
     Attributes:
-        raw_bytes: without compression.
-        sent_bytes: what was kept.
-        steps: how many runs.
-        outliers: as :class:`Saved` has them.
+        raw_bytes: bytes without compression.
+        sent_bytes: bytes that were kept.
+        steps: the number of runs.
+        outliers: as in :class:`Saved`.
     """
 
     steps: int = 0

@@ -1,7 +1,7 @@
-"""The pieces of memory that a forward pass's tensors lie in, and what is known of each.
+"""The storages that a forward pass's tensors lie in, and what is known about each.
 
 Many tensors that a pass saves share memory: views, a tensor that several operators save, results written in place. So
-bytes are counted, and tensors packed, once per piece of memory and not once per tensor.
+bytes are counted, and values packed, once per storage and not once per tensor.
 """
 
 from __future__ import annotations
@@ -33,50 +33,50 @@ __all__ = [
 
 
 _UNTYPED: Any = torch.UntypedStorage
-#: Whether a tensor is one of functorch's, around another.
+#: Whether a tensor is a functorch wrapper around another one.
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Storage:
-    """One piece of memory. It may be freed while the pass goes on, and its address used again.
+    """What is known about one storage. During a pass it may be freed, and its address used again.
 
     Attributes:
-        lives: whether it lives anyway, as parameters and the model's inputs do.
-        counted: whether its bytes were counted.
-        exact: the tensor that keeps all of it as it is, if one does.
+        lives: whether the storage lives anyway, as those of parameters and the model's inputs do.
+        counted: whether its bytes have been counted.
+        exact: the tensor by which the whole storage is kept unchanged, if there is one.
     """
 
     __slots__ = ("_payloads", "_recipes", "_reference", "counted", "exact", "lives")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference = _UNTYPED._weak_ref(storage)  # of which torch.multiprocessing's StorageWeakRef is made
+        self._reference = _UNTYPED._weak_ref(storage)  # as torch.multiprocessing's StorageWeakRef uses it
         self.lives = False
         self.counted = False
         self.exact: weakref.ref[Exact] | None = None
-        #: By values (see :func:`values_of`). Most pieces have neither.
+        #: Key of :func:`values_of` → codes, or recipe. None for most storages, which have neither.
         self._payloads: dict[tuple[Any, ...], weakref.ref[Payload]] | None = None
         self._recipes: dict[tuple[Any, ...], Recipe] | None = None
 
     @property
     def is_freed(self) -> bool:
-        """Whether it is no longer there."""
+        """Whether the storage has been freed."""
         return bool(_UNTYPED._expired(self._reference))
 
     def __del__(self, _free: Callable[[int], None] = _UNTYPED._free_weak_ref) -> None:
-        _free(self._reference)  # a default, since a process that ends clears modules first
+        _free(self._reference)  # bound as a default argument, since a process that exits clears modules first
 
     @property
     def is_exact(self) -> bool:
-        """Whether all of it is kept as it is."""
+        """Whether the whole storage is kept unchanged."""
         return self.exact is not None and self.exact() is not None
 
     @property
     def has_codes(self) -> bool:
-        """Whether codes were made of something in it."""
+        """Whether codes were made of any tensor in the storage."""
         return self._payloads is not None
 
     def payload(self, values: tuple[Any, ...]) -> Payload | None:
-        """The codes of these values, as long as anyone keeps them."""
+        """Return the codes of these values; None where there are none, or nothing keeps them any more."""
         found = None if self._payloads is None else self._payloads.get(values)
         return None if found is None else found()
 
@@ -86,22 +86,22 @@ class Storage:
         self._payloads[values] = weakref.ref(payload)
 
     def recipe(self, values: tuple[Any, ...]) -> Recipe | None:
-        """How these values are computed again."""
+        """Return how to recompute these values; None where that is not known."""
         return None if self._recipes is None else self._recipes.get(values)
 
     def has_recipe(self, values: tuple[Any, ...], recipe: Recipe) -> None:
-        """Note how these values are computed again."""
+        """Note how to recompute these values."""
         self._recipes = self._recipes or {}
         self._recipes[values] = recipe
 
     def count(self, nbytes: int) -> int:
-        """So many bytes the first time, and none from then on."""
+        """Mark the storage as counted. Return ``nbytes`` the first time, and 0 from then on."""
         counted, self.counted = self.counted, True
         return 0 if counted else nbytes
 
 
 class Storages:
-    """Those of a pass.
+    """The storages of a pass.
 
     Example:
         >>> storages, x = Storages(), torch.zeros(4, 4)
@@ -113,7 +113,7 @@ class Storages:
         self._by_address: dict[int, Storage] = {}
 
     def of(self, x: Tensor) -> Storage:
-        """The one that a tensor lies in."""
+        """Return the storage that a tensor lies in."""
         storage = x.untyped_storage()
         found = self._by_address.get(storage._cdata)
         if found is None or found.is_freed:
@@ -121,7 +121,7 @@ class Storages:
         return found
 
     def live(self, tensors: Iterable[Any]) -> None:
-        """Note that tensors live anyway, and need not be counted. What is no tensor with memory is passed over."""
+        """Note that tensors live anyway and need not be counted. Skip other objects, and tensors without memory."""
         for x in tensors:
             if isinstance(x, Tensor) and not is_lazy(x) and is_strided(x):
                 storage = self.of(x)
@@ -132,30 +132,28 @@ class Storages:
 
 
 def values_of(x: Tensor, arrangement: Arrangement) -> tuple[Any, ...]:
-    """Which values of its memory a tensor has, in whatever shape: a key."""
+    """Return a key for the values that a tensor has in its storage, the same for every shape of them."""
     return x.storage_offset(), x._version, x.dtype, x.numel() if arrangement.without_gaps else (x.shape, x.stride())
 
 
 def base_of(x: Tensor) -> Tensor:
-    """What the tensor is a view of, or itself."""
+    """Return the tensor that x is a view of, or x itself."""
     base = x._base
     return x if base is None else base
 
 
 def is_strided(x: Tensor) -> bool:
-    """Whether the tensor has memory of its own with strides: no sparse, nested or functorch tensor."""
+    """Whether the tensor has memory with strides: it is not sparse, nested or a functorch wrapper."""
     return x.layout is torch.strided and not x.is_nested and not _is_wrapped(x)
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether codes can be made of the tensor: strided, with elements, of a dtype that kernels take, and no number
-    alone.
-    """
+    """Whether codes can be made of a tensor: it is strided, has dimensions, and a dtype that kernels take."""
     return is_strided(x) and has_codes(x)
 
 
 def has_codes(x: Tensor) -> bool:
-    """The same of one that is strided."""
+    """Whether codes can be made of a tensor that is known to be strided."""
     return x.dtype in _FLOATING and x.dim() > 0 and not x.is_meta and not x.is_neg() and not x.is_inference()
 
 
@@ -164,7 +162,7 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 def is_expanded(x: Tensor) -> bool:
     """Whether elements share memory, as far as strides tell."""
-    reach = 0  # of what the dimensions that lie further in span
+    reach = 0  # the span in memory of the dimensions with smaller strides
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:
             if stride <= reach:
@@ -176,13 +174,13 @@ def is_expanded(x: Tensor) -> bool:
 def is_of_a_parameter(x: Tensor) -> bool:
     """Whether the tensor is a parameter, or a view of one."""
     base = base_of(x)
-    return type(base) is not Tensor and isinstance(base, nn.Parameter)  # which asks the metaclass
+    return type(base) is not Tensor and isinstance(base, nn.Parameter)  # isinstance is slow here: it asks a metaclass
 
 
 def is_cast_of(x: Tensor, arrangement: Arrangement, parameter: Tensor) -> bool:
-    """Whether a tensor's memory has the parameter's values in their order, in another dtype."""
+    """Whether a tensor's memory has the parameter's values in the same order, in another dtype."""
     base = base_of(x)
-    node = base.grad_fn  # None where the parameter is frozen; it has been compared
+    node = base.grad_fn  # None where the parameter is frozen; parameter_before_cast has compared values then
     direct = node is None or getattr(node.next_functions[0][0], "variable", None) is parameter
     return (
         direct

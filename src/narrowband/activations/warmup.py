@@ -1,4 +1,4 @@
-"""What packing and unpacking need of compiled loops, done once at set-up: no forward pass then waits for a compiler."""
+"""Compiles the loops that packing and unpacking need, once at set-up, so that no forward pass waits for a compiler."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["warm_up"]
 
-#: Model → what has been done for it: a context may be made anew for every step.
+#: Model → the combinations of options that are warmed up, since every step may create a new context.
 _done: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 
 _MAX_POOLS = tuple(kind for name, kind in vars(pooling).items() if "MaxPool" in name and isinstance(kind, type))
 
 
 def warm_up(model: nn.Module, policy: ActivationPolicy) -> None:
-    """Have every loop compiled or loaded that a policy needs for a model, and say so if that takes time.
+    """Compile or load every loop that a policy needs for a model; announce it if that takes time.
 
-    Loops differ by the bits of codes and by float32 and bfloat16: those of the parameters, and of autocast where it is
-    on. What differs only in a dtype that is not known yet is compiled when it is met.
+    There are loops for each number of bits and for float32 and bfloat16. The dtypes are those of the parameters, and of
+    autocast where it is on. Loops for other dtypes, which are not known yet, are compiled at their first use.
     """
     if policy.is_off:
         return
@@ -54,7 +54,7 @@ def _use_once(
     model: nn.Module, policy: ActivationPolicy, bits: Sequence[Literal[8, 4, 2]], dtypes: Sequence[torch.dtype]
 ) -> None:
     shapes = [Rows(1, 8, 2, 16)]
-    # A range for every channel; and so are rows of a few elements taken, where their codes are bytes.
+    # This shape has a range for every channel. Kernels also read rows of a few elements so, where codes are bytes.
     if 8 in bits or any(isinstance(module, batchnorm._BatchNorm) for module in model.modules()):
         shapes.append(Rows(1, 8, 32, 1))
     stochastic, running = policy.rounding == "stochastic", policy.learns
@@ -74,7 +74,7 @@ def _use_once(
                     kernels.quantize_rows_learning(
                         x, codes, rows, known, policy.decay, bits=width, stochastic=stochastic
                     )
-                for result in (out, out.float()) if policy.derive else (out,):  # what is added to is rounded after it
+                for result in (out, out.float()) if policy.derive else (out,):  # derived results are rounded last
                     kernels.dequantize_rows(codes, result, rows, torch.stack((low, step)), bits=width)
         kernels.dwarfed_rows(x, shapes[0], (high - low)[None])
         if running:
@@ -82,7 +82,7 @@ def _use_once(
         if {policy.bits_for("relu", ""), policy.bits_for("dropout", "")} != {"off"}:
             kernels.mask_between(x, mask)
             kernels.apply_mask(mask, x, out)
-            # Dropout's factors are made in float32, whatever they are for.
+            # Dropout's factors are made in float32, whatever the dtype of its input.
             ones = torch.ones(256, dtype=torch.float32, device="cpu")
             kernels.apply_mask(mask, ones, ones)
     if any(isinstance(module, _MAX_POOLS) for module in model.modules()):
