@@ -22,7 +22,7 @@ from torch import Tensor
 
 __all__ = ["Arena", "Pieces"]
 
-#: Bytes.
+#: The bytes of a huge page on Linux.
 _HUGE_PAGE = 2 << 20
 
 
@@ -47,7 +47,7 @@ class Pieces:
         (2097152, 2097152, True)
     """
 
-    #: Passes.
+    #: The number of passes in a window over which the most bytes in use are found.
     _RECENT = 64
 
     def __init__(self) -> None:

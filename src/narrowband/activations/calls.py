@@ -44,7 +44,8 @@ __all__ = [
     "says_what_rounding_does",
 ]
 
-#: Where groups are: in the last dimension; in the second; along heads; or where the tensor's producer has its channels.
+#: Where groups are: in the last dimension; in the second; along heads; or in the channel dimension of the operator that
+#: produced the tensor.
 Kind = Literal["last", "second", "heads", "either"]
 
 

@@ -316,7 +316,7 @@ class _Saved:
         return any(_asks_for_sign(user) for user in self._users)
 
 
-#: Backward graph → its nodes that depend on incoming gradients. A cache, since the graph grows as tensors are packed.
+#: Backward graph → its nodes that depend on incoming gradients. Found once, before packing adds nodes to the graph.
 _gradients: weakref.WeakKeyDictionary[Graph, set[Node]] = weakref.WeakKeyDictionary()
 
 

@@ -161,7 +161,7 @@ class Estimates:
         self.decay = decay
         self.seed = seed
         self.draws = 0
-        #: A batch's width over that of its estimate, infinite for a batch with outliers; and errors of scores.
+        #: A batch's width over that of its estimate, infinite for a batch with outliers; errors of attention scores.
         self.notes = Notes()
         self._ranges: dict[str, Tensor] = {}  # (2, groups): α, β
         self._lock = threading.Lock()

@@ -104,7 +104,7 @@ class Boundary(nn.Module):
             warm_up(forward, backward)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins, from 0 on, where warm-up counts epochs."""
+        """Announce that an epoch begins, from 0 on, where the warm-up counts epochs."""
         self._channels.set_epoch(epoch)
 
     @unseen

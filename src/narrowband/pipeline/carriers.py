@@ -5,8 +5,8 @@ feedback         what travels for x                                             
 ===============  =====================================================================  ===========================
 none             C(x)                                                                   nothing
 ``ef``           C(x + e); e ← x + e − C(x + e)  (Seide et al. 2014)                     e, on the sender
-``ef-mixed``     of x + e, or of each its own, the top half k of x and the top half     e, on the sender
-                 k of e (Rudakov et al., 2401.07788)
+``ef-mixed``     at the ⌈k/2⌉ largest elements of x and the ⌊k/2⌋ largest of e: x + e,  e, on the sender
+                 or x at its own and e at its own (Rudakov et al., 2401.07788)
 ``ef21``         C(x − g); g ← g + C(x − g); the receiver uses g (2106.05203)           g, on both ends
 ``aq-sgd``       C(xᵢ − mᵢ) for each sample i; mᵢ ← mᵢ + C(xᵢ − mᵢ) (2206.01299)        mᵢ, on both ends
 ===============  =====================================================================  ===========================

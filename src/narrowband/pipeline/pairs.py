@@ -90,7 +90,7 @@ class ChannelPairs:
         return (channel for pair in self._pairs for channel in pair)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins, from 0 on."""
+        """Announce that an epoch begins, from 0 on."""
         self._epoch = epoch = whole_number("epoch", epoch)
         for channel in self:
             channel.set_epoch(epoch)
