@@ -1,6 +1,6 @@
 """Running estimates of the ranges of groups, from batch to batch.
 
-A code divides a range of width α that begins at β (equations 3 and 5 of Pan et al. 2021, Mesa, arXiv 2111.11124)::
+Codes are the levels of a range of width α from β on (equations 3 and 5 of Pan et al. 2021, Mesa, arXiv 2111.11124)::
 
     x̃ = clip(round((x − β) · (2^b − 1) / α), 0, 2^b − 1)        (3)        x̂ = x̃ · α / (2^b − 1) + β        (5)
     α ← μ·α + (1 − μ)·(max − min),    β ← μ·β + (1 − μ)·min       (6, 7)
