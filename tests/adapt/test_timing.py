@@ -85,9 +85,9 @@ def test_measuring_while_nothing_is_compressed_is_an_error():
         assert "whatever was chosen, the same was sent" in error[1]
 
 
-def measured(rank, world_size, spec, choices):
+def measured(rank, world_size, spec, choices, collective="auto"):
     model = wrap(mlp(), 1e-6)
-    handle = compress(model, spec, min_numel=64)
+    handle = compress(model, spec, min_numel=64, collective=collective)
     optimizer, count = sgd(model), [0]
 
     def step():
@@ -100,6 +100,12 @@ def measured(rank, world_size, spec, choices):
     specs = {str(handle.layers.spec_for(name)) for name in handle.layers.parameters.shapes}
     policy = nb.LGreCo(spec, objective="time", seconds_per_byte=times.seconds_per_byte)
     return times, handle.buckets, specs, count[0], sorted(policy.seconds_per_byte)
+
+
+def test_all_ranks_measure_the_same_times_where_they_send_different_numbers_of_bytes():
+    choices = ["qsgd:bits=4", "qsgd:bits=8"]
+    results = [found[0] for found in run_ranks(measured, 3, "qsgd:bits=8", choices, "scatter_reduce")]
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize(

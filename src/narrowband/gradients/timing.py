@@ -63,11 +63,14 @@ def measure_times(
                 step()
                 if at >= warmup_steps:
                     taken.append(handle.stats().last.exchange_s)
-            slowest = torch.tensor([statistics.median(taken)], dtype=torch.float64, device=handle.device)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=handle.process_group)
-            seconds.append(float(slowest))
             layers = handle.layer_stats()
-            nbytes.append([sum(layers[name].sent_bytes for name in names) for names in buckets])
+            sent = [float(sum(layers[name].sent_bytes for name in names)) for names in buckets]
+            # A rank may send more than another, and all have to come to the same times.
+            most = torch.tensor([statistics.median(taken), *sent], dtype=torch.float64, device=handle.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=handle.process_group)
+            slowest, *sent = most.tolist()
+            seconds.append(slowest)
+            nbytes.append(sent)
     finally:
         handle.set_layers(before)
     if handle.size > 1 and len(set(choices)) > 1 and len({tuple(row) for row in nbytes}) == 1:

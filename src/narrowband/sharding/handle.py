@@ -328,10 +328,6 @@ class ShardCompression:
 _MARK = (int, type(None))
 
 
-#: None before anything was sent.
-_MARK = (int, type(None))
-
-
 def _problem_of(kept: object, numel: int) -> str:
     """Why a module's reference cannot be taken from a state; empty where it can."""
     if not isinstance(kept, Mapping) or not _is_count(kept.get("calls")) or not isinstance(kept.get("mark", ""), _MARK):
