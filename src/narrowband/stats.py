@@ -1,6 +1,7 @@
-"""Statistics: what was sent, and what would have been sent without compression; in every place of the same shape.
+"""Statistics: bytes sent, and bytes that would have been sent without compression.
 
-A place derives its record of one step from :class:`StepRecord`, and returns ``Stats(total, last)`` of it.
+Every place that compresses (gradients, activations, …) derives the record of one step from :class:`StepRecord`, and
+returns ``Stats(total, last)`` of it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ __all__ = ["Stats", "StepRecord", "latest"]
 
 
 def latest(*, compare: bool = True) -> Any:
-    """A field that cannot be summed: of several steps, the latest value that is not None. None at first.
+    """Declare a field that cannot be summed. Over several steps it keeps the latest value that is not None; at first it
+    is None.
 
     Args:
-        compare: whether two records are equal only if this field is.
+        compare: whether ``==`` of two records compares this field.
     """
     return field(default=None, compare=compare, metadata={"latest": True})
 
 
 @dataclass
 class StepRecord:
-    """One step, or the sum of several. A place adds fields of its own, all of which have defaults.
+    """One step, or the sum of several. A derived class adds fields of its own, all with defaults.
 
-    Fields are numbers, which :meth:`add` sums up, or are declared with :func:`latest`.
+    Fields are numbers, which :meth:`add` sums, or are declared with :func:`latest`.
 
     Attributes:
         raw_bytes: what would have been sent (or kept) without compression.
@@ -42,11 +44,11 @@ class StepRecord:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes: raw / sent. 1.0 where nothing was sent; never NaN or infinite."""
+        """The compression ratio, raw / sent bytes. 1.0 if nothing was sent; never NaN or infinite."""
         return self.raw_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     def add(self, step: StepRecord) -> None:
-        """Add a step, which is of this record's class, to a sum."""
+        """Add a step's record, of the same class, to this sum."""
         for f in fields(self):
             value = getattr(step, f.name)
             if not f.metadata.get("latest"):
@@ -55,7 +57,7 @@ class StepRecord:
                 setattr(self, f.name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ``ratio`` included, for JSON."""
+        """Return plain values for JSON, with ``ratio``."""
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "ratio": self.ratio}
 
 
@@ -64,7 +66,7 @@ Record = TypeVar("Record", bound=StepRecord)
 
 @dataclass(frozen=True)
 class Stats(Generic[Record]):
-    """Totals since the start (or since the state was loaded), and the last step.
+    """Totals since the start (or since a state was loaded), and the last step.
 
     Attributes:
         total: the sum of all steps.

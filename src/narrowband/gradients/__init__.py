@@ -1,4 +1,4 @@
-"""Place 1: what data parallelism sends."""
+"""Compress the gradients that data parallelism sends (the first of the library's places)."""
 
 from __future__ import annotations
 

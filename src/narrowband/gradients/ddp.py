@@ -1,11 +1,11 @@
 """Gradient compression for DistributedDataParallel, as one communication hook.
 
 DDP cuts the gradients into buckets and calls the hook when a bucket is complete, while backward goes on. The hook feeds
-the bucket to the core of averaging (:mod:`narrowband.averaging.core`) and returns a future, for which DDP waits at the
-end of backward.
+the bucket to the core of averaging (:mod:`narrowband.averaging.core`) and returns a future. DDP waits for the futures
+at the end of backward.
 
-An error in an exchange must not leave DDP in the middle of its backward. So its buckets are filled with NaN, DDP ends
-its work, and then the error itself is raised from ``backward()``.
+An error in an exchange must not leave DDP in the middle of its backward. So the buckets are filled with NaN, DDP
+completes its work, and only then does ``backward()`` raise the error.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class DDPCompression(GradientCompression):
 
     Args:
         model: the wrapped model.
-        hook: its communication hook.
-        settings: how.
+        hook: the model's communication hook.
+        settings: how to compress and average.
         group: the ranks that average.
-        tensors: name and tensor of what is averaged; by default the model's parameters.
-        norms: those of them that belong to normalization layers.
-        inside: where these are parts of the parameters: the ranks that average the others.
+        tensors: name and tensor of everything that is averaged; by default the model's parameters.
+        norms: the tensors among these that belong to normalization layers.
+        inside: if ``tensors`` are shards of the parameters: the ranks of this node, which average the other shards.
     """
 
     def __init__(
@@ -81,33 +81,34 @@ class DDPCompression(GradientCompression):
         hook.attach(self)
 
     def _delivers_all(self, *, in_backward: bool) -> bool:
-        """DDP drops averages of parameters that no rank has used. And a rank that has run out of data, and has no
-        backward, takes part with zeros.
+        """See :meth:`Averaging._delivers_all`. False with ``find_unused_parameters``, because DDP drops the averages of
+        parameters that no rank has used. False without a backward, because a rank that has run out of data (``join``)
+        takes part with zeros.
         """
         return self._all_used and in_backward
 
     def called(self) -> None:
-        """The model was called outside of ``no_sync``; for the hook."""
+        """Note that the model was called outside of ``no_sync``. The hook calls this."""
         if self._steps is not None:
             self._steps.called()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """See :meth:`GradientCompression.no_sync`; it is the model's own."""
+        """Return the model's own ``no_sync``; see :meth:`GradientCompression.no_sync`."""
         model = self._model()
         return nullcontext() if model is None else model.no_sync()
 
     def remove(self) -> None:
-        """Take compression off: the model averages as plain DDP does, to the bit. Call on all ranks, between steps; or
-        after one that broke off, when the model has to be wrapped again.
+        """Remove compression: from now on the model averages as plain DDP does, bit for bit. Call on all ranks, between
+        steps. It may also be called after a step that broke off; the model then has to be wrapped in DDP again.
 
-        Residuals are dropped, so save :meth:`state_dict` before if you may want to go on. The process group, threads
-        and memory of the handle are given back. :meth:`stats` remains, and
-        :func:`~narrowband.compress_gradients` may be called for the model again. When the model and the handle are
-        garbage, the same happens by itself. (The group is kept for the next handle among the same ranks.)
+        Residuals are dropped, so save :meth:`state_dict` first if you may want to resume. The handle's process group,
+        threads and memory are released. :meth:`stats` stays available, and :func:`~narrowband.compress_gradients` may
+        be called for the model again. Garbage collection of the model and the handle does the same. (The group is kept
+        for the next handle among the same ranks.)
 
         Raises:
             RuntimeError: called inside backward.
-            DisagreementError: some rank does something else.
+            DisagreementError: another rank makes another call.
         """
         super().remove()
         self._detach()
@@ -118,7 +119,7 @@ class DDPCompression(GradientCompression):
             hook.detach()
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket; for the hook, which DDP calls when a bucket's gradients are ready."""
+        """Average a bucket. DDP calls the hook, and so this, when a bucket's gradients are ready."""
         if not self.in_step:
             self._begin()
         parameters = [self.layers.parameters.by_tensor[p] for p in bucket.parameters()]
@@ -128,9 +129,9 @@ class DDPCompression(GradientCompression):
         return self.feed(bucket.buffer(), [parameter.name for parameter in parameters], last=bucket.is_last())
 
     def _begin(self) -> None:
-        """The first bucket of a step is here."""
+        """Begin a step: its first bucket has arrived."""
         self._check_join()
-        if self._steps is not None and is_in_backward():  # a rank that has run out of data has none
+        if self._steps is not None and is_in_backward():  # a rank that has run out of data has no backward
             self._steps.averaging()
 
     def _check_join(self) -> None:
@@ -143,14 +144,17 @@ class DDPCompression(GradientCompression):
 
 
 def at_the_end_of_backward(what: Callable[[], None]) -> bool:
-    """Call ``what`` when the backward that runs here has ended, after DDP has ended its part; False outside of one.
+    """Call ``what`` at the end of the backward pass that this thread runs, after DDP has completed its own part.
 
-    What it raises, ``backward()`` raises.
+    An exception of ``what`` is raised from ``backward()``.
+
+    Returns:
+        False outside of a backward pass: ``what`` will not be called.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     try:
-        # DDP queues its own callback when the last bucket is with the hook. A callback that is queued by a callback is
-        # called after all that were queued in backward.
+        # DDP queues its own callback after it has given the hook the last bucket. A callback that is queued by a
+        # callback runs after all callbacks that were queued in backward.
         queue(lambda: queue(what))
     except RuntimeError:  # a rank that has run out of data calls hooks without a backward
         return False

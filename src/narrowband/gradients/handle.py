@@ -1,4 +1,4 @@
-"""What :func:`~narrowband.compress_gradients` returns, whatever kind of model it was given."""
+"""The handle that :func:`~narrowband.compress_gradients` returns, for every kind of model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["GradientCompression"]
 
 
 class GradientCompression(Handle, ABC):
-    """The handle of :func:`compress_gradients`. ``repr(handle)`` says what it does and what it has saved."""
+    """The handle of :func:`compress_gradients`. ``repr(handle)`` shows its settings and how much traffic it saved."""
 
     _buckets: list[list[str]]
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The layers that travel together, in the order in which they are sent, as of the last step."""
+        """The names of the layers that travel together, one list per bucket, in the sending order of the last step."""
         return [list(names) for names in self._buckets]
 
     def _broke_off(self) -> bool:
-        """Backward returns when its step has ended, and not before."""
+        """Backward returns only after its step has ended. So a step that is open outside of backward broke off."""
         return self._open_step is not None and not self._open_step.abandoned and not is_in_backward()
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which backward passes add up gradients and average nothing, for gradient accumulation.
+        """Return a context in which backward passes only accumulate gradients and average nothing.
 
         Example:
             >>> with handle.no_sync():

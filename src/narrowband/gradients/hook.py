@@ -1,13 +1,14 @@
-"""What :func:`~narrowband.compress_gradients` leaves in a model: a communication hook, and a check that it is used.
+"""The communication hook that :func:`~narrowband.compress_gradients` registers with DDP, and a check that it is used.
 
-DDP keeps a communication hook for good. So the hook outlives its handle: after ``handle.remove()`` it averages as DDP
-does without one, and a new handle can take it over. DDP also copies and pickles whatever it was given with the hook
+DDP cannot unregister a communication hook. So the hook outlives its handle: after ``handle.remove()`` it averages as
+DDP does without a hook, and a new handle can take it over. DDP also copies and pickles the hook's state object
 (:mod:`narrowband.gradients.left`).
 
-The check is for scripts that wrap a model and go on to call the module inside. Nothing is averaged then, and nothing
-fails: the replicas part, silently. PyTorch tells of every optimizer step in the process; if several go by that use
-gradients of the model's parameters, and the model was not called once, the next step is an error. So is one where the
-model has gradients of parameters that it did not have at set-up, which DDP does not average.
+The check is for scripts that wrap a model in DDP but go on calling the inner module. Then nothing is averaged and
+nothing fails, and the replicas silently diverge. PyTorch's global hooks run at every optimizer step in the process. If
+an optimizer makes several steps in a row with gradients of the model's parameters and the model was not called
+meanwhile, the last of them raises an error. So does a step with gradients of parameters that the model did not have at
+set-up, because DDP does not average them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Averaging", "Hook", "hook_of"]
 
-#: An optimizer may step so often with gradients that did not come through the model. One may be a warm-up of somebody's
-#: own; three in a row are a training loop.
+#: The step in a row with gradients that did not come through the model at which an optimizer raises an error. A single
+#: one may be the user's own warm-up; three in a row are a training loop.
 STEPS_WITHOUT_CALL = 3
 
 
@@ -49,29 +50,30 @@ class Averaging(Protocol):
 
     @property
     def layers(self) -> Layers:
-        """What is averaged."""
+        """The layers that are averaged."""
 
     @property
     def paused(self) -> bool:
         """Whether averages are uncompressed for now."""
 
     def called(self) -> None:
-        """The model was called, and DDP will average the gradients of that."""
+        """Note that the model was called, and that DDP will average the gradients of this call."""
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """A bucket of gradients is complete; its average."""
+        """Average a complete bucket of gradients."""
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, Hook] = weakref.WeakKeyDictionary()
 
 
 def hook_of(model: DistributedDataParallel) -> Hook:
-    """The hook of a model, registered if it has none yet.
+    """Return a model's hook, or a new one, which :meth:`Hook.attach` registers.
 
     Raises:
-        UnsupportedError: the model has a handle, or somebody else's hook.
+        UnsupportedError: the model has a handle or another communication hook, or was wrapped with options that do not
+            work with a hook.
     """
-    # An entry without a handle, in a model that is not in our table, came with a copy: DDP has not registered it.
+    # An inert entry in a model that is not in _hooks was copied along with another model. DDP has not registered it.
     model._comm_hooks = [
         entry for entry in model._comm_hooks if model in _hooks or not (type(entry[1]) is Hook and entry[1].inert)
     ]
@@ -99,7 +101,7 @@ def hook_of(model: DistributedDataParallel) -> Hook:
             "without; find_unused_parameters=True may stay"
         )
     if hook is None:
-        if model._comm_hooks:  # there is no public way to ask
+        if model._comm_hooks:  # DDP has no public attribute for this
             name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
             raise UnsupportedError(f"this model has a communication hook already ({name}); DDP allows one")
         hook = Hook(model)
@@ -107,10 +109,10 @@ def hook_of(model: DistributedDataParallel) -> Hook:
 
 
 class Hook(Left):
-    """The state of the communication hook, and the forward hook, of one model.
+    """The state object of a model's communication hook; also registered as its forward pre-hook.
 
     Args:
-        model: whose hook it is; None: of a copy, which does nothing.
+        model: the model. None, as in the copy of a model: do nothing.
     """
 
     without = "it averages uncompressed"
@@ -118,7 +120,7 @@ class Hook(Left):
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         super().__init__()
         self.handle: Averaging | None = None
-        self.watch: _Watch | None = None  # among one rank nothing can part
+        self.watch: _Watch | None = None  # None for a single rank, which cannot diverge
         self._model = None if model is None else weakref.ref(model)
         self.group = None if model is None else model.process_group
 
@@ -128,7 +130,7 @@ class Hook(Left):
 
     @property
     def model(self) -> DistributedDataParallel | None:
-        """Whose hook it is."""
+        """The model whose hook this is; None if it is the hook of a copy, or the model is gone."""
         return None if self._model is None else self._model()
 
     @property
@@ -137,7 +139,7 @@ class Hook(Left):
         return self._model is None
 
     def attach(self, handle: Averaging) -> None:
-        """Let this handle average the model's gradients from now on."""
+        """Let this handle average the model's gradients from now on. Register the hook if that has not been done."""
         model = None if self._model is None else self._model()
         assert model is not None
         self.handle = handle
@@ -149,11 +151,11 @@ class Hook(Left):
             self.watch = _Watch(self, handle)
 
     def detach(self) -> None:
-        """Average as DDP does without a hook from now on."""
+        """From now on, average as DDP does without a hook."""
         self.handle = self.watch = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """The model is called."""
+        """Note that the model is called."""
         if self.watch is not None and torch.is_grad_enabled():
             self.watch.used = True
             if self.handle is not None and cast("DistributedDataParallel", module).require_backward_grad_sync:
@@ -166,12 +168,12 @@ def _on_bucket(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return _average(hook, bucket) if hook.handle is None else hook.handle.on_bucket(bucket)
 
 
-# DDP compares annotations with these very types; postponed evaluation would leave strings.
+# DDP compares the hook's annotations with these types; postponed evaluation leaves strings there.
 _on_bucket.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
 def _average(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP does without a hook, to the bit: it multiplies by 1/N, and adds up."""
+    """Average as DDP does without a hook, bit for bit: multiply by 1/N, then all-reduce."""
     buffer = bucket.buffer()
     buffer.mul_(1.0 / dist.get_world_size(hook.group))
     work = dist.all_reduce(buffer, group=hook.group, async_op=True)
@@ -181,13 +183,13 @@ def _average(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class _Watch:
-    """Counts the steps of optimizers with gradients that did not come through the model.
+    """Counts optimizer steps with gradients that did not come through the model.
 
-    It outlives a model that was never called, which nobody but compress_gradients may have seen.
+    It outlives a DDP model that was never called. Scripts that keep only the inner module drop that model at once.
     """
 
     def __init__(self, hook: Hook, handle: Averaging) -> None:
-        #: Whether the model was called, or sent a bucket, since an optimizer last stepped.
+        #: Whether the model was called, or sent a bucket, since the last step of an optimizer.
         self.used = False
         self._ever_used = False
         self._hook, self._handle = weakref.ref(hook), weakref.ref(handle)
@@ -202,7 +204,7 @@ class _Watch:
             break
 
     def _is_over(self) -> bool:
-        """Whether compression was taken off, or the model has done its work and has gone."""
+        """Whether compression was removed, or the model is gone after it was used."""
         hook = self._hook()
         return self._ever_used if hook is None else hook.watch is not self
 
@@ -211,7 +213,9 @@ class _Watch:
         return reference is not None and reference() is p
 
     def _check_all_known(self) -> None:
-        """DDP averages the parameters that it found when it was made, and says nothing of others."""
+        """Raise an error for gradients of parameters that DDP does not know: it averages only those that it found when
+        it was constructed, and ignores others silently.
+        """
         hook = self._hook()
         model = None if hook is None else hook.model
         if model is not None:
@@ -222,10 +226,10 @@ class _Watch:
             )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step.
+        """Check a step that an optimizer is about to make.
 
         Raises:
-            RuntimeError: it did so several times in a row with gradients that nobody averaged.
+            RuntimeError: it has stepped several times in a row with gradients that were not averaged.
             UnsupportedError: the model has gradients of parameters that DDP does not know.
         """
         used, self.used = self.used, False
@@ -259,8 +263,8 @@ _watches: set[_Watch] = set()
 
 @functools.cache
 def _listen() -> None:
-    """Hear of every optimizer's steps, for as long as the process lives: PyTorch's table of hooks must not change while
-    it is gone through, and what is garbage may be collected at any time.
+    """Register a global hook for the steps of all optimizers, once per process and never removed. PyTorch iterates over
+    its table of hooks, which must not change meanwhile, and garbage collection could remove a hook at any time.
     """
 
     def before_step(optimizer: torch.optim.Optimizer, _: Any, options: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""What compression leaves in a model: objects that are registered as hooks, and that stand for its handle.
+"""The base class of the hook objects that compression registers with a model and that refer to its handle.
 
-Models are copied, for an average of weights, and pickled, into a file or for another process; and so is what is
-registered with them. A handle belongs to one model in one process. So a copy gets an object without one, and says so.
+A model may be deep-copied (for weight averaging) or pickled (into a file, or for another process), and its hooks are
+copied with it. A handle belongs to one model in one process. So the copy of a hook has no handle, and a warning is
+logged.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Left(ABC):
-    """Stands for a handle. Made without arguments, it stands for none and does nothing."""
+    """A hook object that refers to a handle. Constructed without arguments, it has no handle and does nothing."""
 
-    #: What becomes of the gradients of a copy.
+    #: For the warning: what happens to the gradients of a copied model.
     without: ClassVar[str]
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Left(ABC):
     @property
     @abstractmethod
     def has_handle(self) -> bool:
-        """Whether there is a handle that it stands for."""
+        """Whether this object refers to a live handle."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._say_copied()

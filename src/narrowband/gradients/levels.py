@@ -1,20 +1,22 @@
-"""Two levels: inside a node gradients are summed exactly, and each of its ranks sends a part of them to other nodes.
+"""Averaging on two levels: exact sums inside a node, compressed exchange of one shard per rank between nodes.
 
-Who has slow links between machines mostly has fast ones inside. With L ranks in a node, a bucket of DDP goes like this:
+Links inside a machine are usually fast even where links between machines are slow. With L ranks in a node, a DDP bucket
+is averaged like this:
 
-* it is cut into L shards, by rows of each parameter, and the ranks of the node reduce-scatter it: each has the node's
-  mean of one shard;
-* the rank gives that shard to the core of averaging, which compresses it, with feedback, and exchanges it with the
-  ranks that have the same shard on other nodes;
-* when the step has been averaged, the ranks of the node gather the shards, and DDP gets the whole bucket.
+* The bucket is cut into L shards, by rows of each parameter. The ranks of the node reduce-scatter it, so that each rank
+  has the node's mean of one shard.
+* Each rank gives its shard to the core of averaging, which compresses it, with feedback, and exchanges it with the
+  ranks that have the same shard on other nodes.
+* When the step has been averaged, the ranks of the node all-gather the shards, and DDP gets the whole bucket.
 
-So the bytes between nodes, and the residuals of a rank, are a part in L of what they are where every rank is a node.
+So the bytes between nodes and the residuals of a rank are 1/L of what they are when every rank is a node of its own.
 
-DGC's rank is then a node: what it clips is the node's mean, by the norm of all its shards, which its ranks add up.
+What the DGC paper calls a rank is then a node: ``dgc`` clips the node's mean by its norm over all shards, for which the
+ranks of the node add up their squared norms.
 
-A gradient that is not finite in one shard would leave the others' feedback committed. So the ranks of a node tell each
-other before the last bucket, and where one of them has seen inf or NaN, all have NaN. A rank that has no part of the
-last bucket keeps its last part back until then.
+If one shard were not finite, the feedback of the other shards would still be committed. So the ranks of a node compare
+flags before the last bucket, and if one rank has seen inf or NaN, all ranks send NaN. A rank without a part of the last
+bucket holds its own last part back until then.
 
 Everything here runs on a thread of its own, in the order in which buckets come, which is the same on all ranks.
 """
@@ -64,11 +66,11 @@ __all__ = ["Levels", "TwoLevelCompression", "levels_of", "own_shards", "shards_o
 
 @dataclass(frozen=True)
 class Levels:
-    """The two groups of a rank.
+    """The two process groups of a rank.
 
     Attributes:
-        inside: the ranks of its node.
-        between: those that have the same place on each node.
+        inside: the ranks of this rank's node.
+        between: the ranks with the same index within each node.
     """
 
     inside: dist.ProcessGroup
@@ -78,16 +80,18 @@ class Levels:
 def levels_of(
     nodes: int | Literal["auto"] | DeviceMesh, group: dist.ProcessGroup, device: torch.device
 ) -> Levels | None:
-    """The two groups that users ask for; None where every rank is a node of its own. A collective.
+    """Return the two groups for the user's ``nodes=``. A collective.
+
+    None if every rank is a node of its own; without a mesh, also if all ranks are on one node.
 
     Args:
-        nodes: how many there are, each with successive ranks; ``auto``: by torchrun's word, or the names of hosts; or a
-            mesh of nodes × ranks.
+        nodes: the number of nodes, each with successive ranks; or ``auto``, which tells nodes apart by host name and
+            torchrun's ``GROUP_RANK``; or a mesh of nodes × ranks.
         group: all ranks.
         device: of the gradients.
 
     Raises:
-        ValueError: a number that does not divide the ranks, or a mesh that does not have them.
+        ValueError: a number that does not divide the number of ranks, or a mesh of other ranks than the group's.
         UnsupportedError: nodes with different numbers of ranks, or ranks of one node on two hosts.
     """
     ranks = dist.get_process_group_ranks(group)
@@ -135,12 +139,14 @@ def levels_of(
 
 
 def shards_of(shape: Sequence[int], ranks: int, turn: int) -> list[tuple[slice, tuple[int, ...]]]:
-    """Where the shard of each rank lies in the flat parameter, and its shape: rows, as evenly as they come.
+    """Return, for each rank, where its shard lies in the flat parameter, and the shard's shape.
+
+    A shard has whole rows, as evenly as they can be shared.
 
     Args:
         shape: of the parameter.
-        ranks: of a node.
-        turn: which ranks have a row more turns from parameter to parameter.
+        ranks: how many ranks a node has.
+        turn: rotates which ranks get one row more; callers pass the parameter's index.
     """
     rows, *rest = shape or (1,)
     width = math.prod(rest)
@@ -153,12 +159,14 @@ def shards_of(shape: Sequence[int], ranks: int, turn: int) -> list[tuple[slice, 
 
 
 def own_shards(trained: Sequence[Tensor], ranks: int, rank: int) -> dict[Tensor, Tensor]:
-    """An empty tensor for the shard of each parameter of which a rank has a part; with these it is averaged.
+    """Map each parameter of which a rank has a shard to an empty tensor of that shard's shape.
+
+    The core of averaging takes these tensors for the rank's parameters.
 
     Args:
         trained: the parameters that require gradients, in the model's order.
-        ranks: of a node.
-        rank: among them.
+        ranks: how many ranks a node has.
+        rank: the rank's index within its node.
     """
     found = {}
     for index, p in enumerate(trained):
@@ -171,15 +179,15 @@ def own_shards(trained: Sequence[Tensor], ranks: int, rank: int) -> dict[Tensor,
 
 @dataclass(eq=False)
 class _Bucket:
-    """A bucket on its way.
+    """A DDP bucket that is being averaged.
 
     Attributes:
-        buffer: DDP's.
-        future: of the averages.
+        buffer: DDP's flat buffer.
+        future: what DDP waits for; it gets the averages.
         pieces: for each rank of the node, where its shards lie in the buffer.
-        own: this rank's, and the averages later.
-        numel: of them.
-        averaged: the core's future of it.
+        own: this rank's shards of the bucket, end to end; later their averages.
+        numel: how many elements of ``own`` this rank's shards have; the rest is padding.
+        averaged: the core's future for ``own``; None if this rank has no part of the bucket.
     """
 
     buffer: Tensor
@@ -193,7 +201,8 @@ class _Bucket:
 class TwoLevelCompression(DDPCompression):
     """The handle of a model in DistributedDataParallel whose nodes have several ranks each.
 
-    Its ranks are nodes: ``size`` says how many there are, and statistics are of what this rank sends between them.
+    The core sees one rank per node: ``size`` is the number of nodes, and statistics count what this rank sends to other
+    nodes.
     """
 
     def __init__(self, model: DistributedDataParallel, hook: Hook, settings: Settings, levels: Levels) -> None:
@@ -208,7 +217,7 @@ class TwoLevelCompression(DDPCompression):
         shares = [
             sum(span.stop - span.start for span, _ in by_rank) for by_rank in zip(*self._places.values(), strict=True)
         ]
-        if not all(shares):  # on any rank, as all know
+        if not all(shares):  # computed for every rank of the node, so all of them raise
             raise UnsupportedError(f"a node of {size} ranks has more of them than this model has rows to share")
         self._size, self._rank = size, rank
         if settings.plan is not None:
@@ -278,7 +287,7 @@ class TwoLevelCompression(DDPCompression):
                 self._resolve(each)
 
     def _tell_other_nodes(self) -> None:
-        """Those that wait for this rank to begin a step need not wait for a time-out."""
+        """Make the ranks on other nodes that wait for this step's agreement raise now, not after a time-out."""
         if not self.in_step and self._engine.error is None and not self._removed:
             with contextlib.suppress(RuntimeError, ValueError):
                 self._agreement.now({"call": "stop, as its node has lost a rank"}, ADVICE)
@@ -294,14 +303,14 @@ class TwoLevelCompression(DDPCompression):
             bucket.future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
 
     def _reduce(self, bucket: _Bucket, names: Sequence[str], *, last: bool) -> None:
-        """The node's mean of this rank's shards, which then goes to the core."""
+        """Reduce-scatter a bucket within the node, and feed the node's mean of this rank's shards to the core."""
         longest = max(sum(span.stop - span.start for span in piece) for piece in bucket.pieces)
         buffer = bucket.buffer
         send = self._node.rows(longest, buffer)
         for row, piece in zip(send, bucket.pieces, strict=True):
             if piece:
                 torch.cat([buffer[span] for span in piece], out=row[: sum(x.stop - x.start for x in piece)])
-        send.div_(self._size)  # before they are added up, as in DDP: 16 bits may not hold the sum
+        send.div_(self._size)  # before the sum, as DDP does: the sum may overflow in 16 bits
         bucket.own = self._node.sum_of_own(send)
         bucket.numel = sum(span.stop - span.start for span in bucket.pieces[self._rank])
         self._finite &= kernels.all_finite(bucket.own[: bucket.numel].float())
@@ -323,10 +332,10 @@ class TwoLevelCompression(DDPCompression):
         sent.averaged = self.feed(sent.own[: sent.numel], names, last=last)
 
     def _gather(self) -> None:
-        """All shards of the node, in DDP's buckets."""
+        """All-gather the averaged shards of the node into DDP's buckets."""
         for bucket in self._on_way:
             assert bucket.own is not None
-            if bucket.averaged is not None:  # there is nothing of this rank's in it otherwise
+            if bucket.averaged is not None:  # otherwise this rank has no part of the bucket
                 bucket.averaged.wait()
             for row, piece in zip(self._node.gathered(bucket.own), bucket.pieces, strict=True):
                 at = 0
@@ -337,7 +346,7 @@ class TwoLevelCompression(DDPCompression):
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def _raise(self) -> None:
-        """Raise what stopped the exchange, if anything did. In the thread that runs backward."""
+        """Raise the error that stopped the exchange, if any. Runs in the thread that runs backward."""
         if self._stopped is not None:
             error, earlier = self._stopped, self._told
             self._told = True
@@ -353,7 +362,7 @@ class TwoLevelCompression(DDPCompression):
             return
         if self._stopped is None and not self._broke_off():
             super().remove()
-        else:  # whoever is left on either level is not asked
+        else:  # some ranks on either level may be gone, so leave without a collective
             self._inside.broken = True
             self._disconnect()
             self._removed = True

@@ -1,23 +1,25 @@
-"""Gradient compression for models whose gradients nobody averages: plain modules, and replicas that FSDP2 shards.
+"""Gradient compression for models that nothing else averages: plain modules, and replicas that FSDP2 shards.
 
-PyTorch tells when a parameter has its gradient (``register_post_accumulate_grad_hook``); of a parameter that FSDP2
-shards, when this rank has its shard of it. Parameters travel in groups, from the model's end to its beginning, as DDP's
-buckets do: a group is fed to the core of averaging when all of its gradients are there and the groups before it are on
-their way, so that all ranks send the same in the same order. When backward ends, what is missing follows, as zeros: no
-rank knows whether another one has a gradient there. Then the averages are waited for, and become the gradients.
+A ``register_post_accumulate_grad_hook`` runs when a parameter has its gradient (with FSDP2: when this rank has its
+shard of it). Gradients are sent in groups, from the model's end to its beginning, as DDP's buckets are. A group is fed
+to the core of averaging when all of its gradients have arrived and all groups before it were fed, so that all ranks
+send the same in the same order. At the end of backward, the missing gradients are sent as zeros, because no rank knows
+whether another rank has a gradient there. Then backward waits for the averages and writes them into ``.grad``.
 
-Where a step has several backward passes, all but the last one are inside of :meth:`ModuleCompression.no_sync`; or all
-of them are, and :meth:`ModuleCompression.average` follows. A pipeline's stage does the latter, since zero bubble
-schedules set ``grad`` themselves, and no hook hears of it. Of a sharded model the last pass is outside, or somebody
-lets FSDP2 reduce what has added up, as a stage does: there is nothing to average before.
+If a step has several backward passes, all but the last run inside :meth:`ModuleCompression.no_sync`; or all of them do,
+and a call of :meth:`ModuleCompression.average` follows. A pipeline stage does the latter, since zero-bubble schedules
+set ``grad`` themselves, which runs no hook. With a sharded model, the last pass must run outside, or the caller must
+let FSDP2 reduce the accumulated gradients, as a stage does: before that there is nothing to average.
 
-Where ranks have parts of one replica, a gradient that is not finite in one part would leave the feedback of the others
-committed, and a scaler skips the step on all. So with feedback the ranks of a replica tell each other, when all of a
-step has arrived, and where one has seen inf or NaN, all have NaN in the last group that they have a part of.
+If the ranks of a replica hold parts of it and one part of the gradients is not finite, the other ranks would still
+commit their feedback, while a gradient scaler skips the step on all ranks. So with feedback, the ranks of a replica
+compare flags when all gradients of a step have arrived. If one rank has seen inf or NaN, each rank fills the last group
+that it has a part of with NaN.
 
-The end of backward is that of the outermost one, which the model's outputs tell of. A checkpoint with
-``use_reentrant=True`` runs backward inside of backward. A parameter that it uses may get its gradient in several parts;
-where one comes after the parameter was sent, that is an error. So it is where outputs are of a kind that cannot tell.
+A step ends with the outermost backward, which hooks on the model's outputs detect. A checkpoint with
+``use_reentrant=True`` runs backward inside of backward, and a parameter that it uses may get its gradient in several
+parts. A part that arrives after the parameter was sent is an error. So is an inner backward if no tensors to hook were
+found in the outputs.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ class ModuleCompression(GradientCompression):
 
     Args:
         model: the plain or sharded module, or the wrapper that torch.compile made of it.
-        settings: how.
+        settings: how to compress and average.
         group: the ranks that hold the same part of each replica.
-        inside: the ranks that hold the other parts of this one, if there are any.
+        inside: the ranks that hold the parts of this replica, if it is sharded.
     """
 
     def __init__(
@@ -99,9 +101,9 @@ class ModuleCompression(GradientCompression):
         ]
         self._module = weakref.ref(module)
         self._syncing = True
-        self._torn = False  # whether a step was left in its middle
+        self._torn = False  # whether a step broke off after some of its groups were fed
         self._sharded = any(hasattr(p, "device_mesh") for p in by_tensor)
-        self._unreduced = False  # whether FSDP2 keeps whole gradients of passes in no_sync
+        self._unreduced = False  # whether FSDP2 holds unreduced gradients of passes in no_sync
         self._small = _small_shards(module, self.layers.parameters.by_name, settings.min_numel)
         if whole := _outside_of_units(module):
             self.layers.warn_once(
@@ -119,20 +121,20 @@ class ModuleCompression(GradientCompression):
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        """Between two steps."""
-        self._backward: int | None = None  # the outermost one, whose end is the step's
+        """Reset what belongs to a single step."""
+        self._backward: int | None = None  # the id of the outermost backward, which ends the step
         self._lacking = [set(group) for group in self._groups]
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._seen = torch.zeros((), dtype=torch.float32, device=self.device)  # NaN where a gradient was not finite
         self._any = False
 
     def called(self) -> None:
-        """The model was called."""
+        """Note that the model was called."""
         if self._syncing and self._steps is not None:
             self._steps.called()
 
     def begin(self) -> None:
-        """A backward pass that will reach the model's parameters; to be called in it, before it does."""
+        """Note that the running backward pass will reach the model's parameters. Called inside it, before it does."""
         if self._removed:
             return
         if not self._syncing:
@@ -144,24 +146,24 @@ class ModuleCompression(GradientCompression):
         running = torch._C._current_graph_task_id()  # noqa: SLF001 - as torch.autograd.graph does
         if self._backward == running:
             return
-        if self._backward is not None:  # it broke off, before its end
+        if self._backward is not None:  # the previous backward broke off before its end
             self._torn |= bool(self._futures)
             self._reset()
         if self._torn:
             raise RuntimeError(f"backward: {BROKE_OFF}")
         self._backward = running
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        # After the callbacks of FSDP2, which reduces what is left of a backward in one of them.
+        # Runs after the callbacks of FSDP2, one of which reduces the rest of the gradients.
         end = unseen(self._end)
         queue(unseen(lambda: queue(end)))
 
     def arrived(self, p: Tensor) -> None:
-        """A parameter has its gradient."""
+        """Note that a parameter has its gradient, and feed all groups that are complete now."""
         if self._unreduced and hasattr(p, "device_mesh"):
             self._unreduced = False
         if self._removed or not self._syncing:
             return
-        if self._backward is None:  # the model's outputs did not tell
+        if self._backward is None:  # no hook on the model's outputs has called begin()
             if _in_backward_of_another():
                 raise UnsupportedError(
                     "a checkpoint with use_reentrant=True runs backward inside of backward, and in what the model "
@@ -181,14 +183,14 @@ class ModuleCompression(GradientCompression):
             self._send()
 
     def _is_ready(self, at: int) -> bool:
-        """Whether a group can be sent. With the one that waits for other ranks of the replica all have arrived: FSDP2
-        may need this rank until then.
+        """Whether a group can be sent. The group at ``_tells_at`` waits for other ranks of the replica, so before it all
+        gradients of the step must have arrived: until then, FSDP2's collectives on those ranks may need this rank.
         """
         waits = self._replica is not None and at >= self._tells_at
         return not any(self._lacking[at:]) if waits else not self._lacking[at]
 
     def _send(self) -> None:
-        """Feed the next group."""
+        """Feed the next group to the core of averaging."""
         at = len(self._futures)
         if at == 0 and self._steps is not None:
             self._steps.averaging()
@@ -201,10 +203,12 @@ class ModuleCompression(GradientCompression):
         self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1))
 
     def _tell(self, buffer: Tensor, at: int) -> None:
-        """Have NaN in a step in which any rank of the replica has seen something that is not finite."""
+        """Look for inf and NaN in a group. At group ``_tells_at``, compare with the replica's ranks, and fill the buffer
+        with NaN if any rank has found some.
+        """
         assert self._replica is not None
         if buffer.numel():
-            low, high = buffer.aminmax()  # in one pass, and no sum that overflows
+            low, high = buffer.aminmax()  # one pass, and unlike a sum it cannot overflow
             self._seen += low * 0 + high * 0
         if at == self._tells_at:
             bad = self._seen  # 0, or NaN
@@ -217,9 +221,9 @@ class ModuleCompression(GradientCompression):
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Backward has ended."""
+        """End a step at the end of backward: send the missing groups and write the averages into the gradients."""
         try:
-            if self._any:  # otherwise its gradients are not the model's, or only add up
+            if self._any:  # otherwise this backward reached none of the model's parameters
                 while len(self._futures) < len(self._groups):
                     self._send()
                 by_tensor = self.layers.parameters.by_tensor
@@ -228,21 +232,21 @@ class ModuleCompression(GradientCompression):
         finally:
             self._reset()
         module = self._module()
-        if module is not None:  # not before: what breaks off a backward of FSDP2 leaves parameters whole for good
+        if module is not None:  # not earlier: an error in a backward of FSDP2 leaves its parameters unsharded for good
             self.layers.parameters.check_all_known(module.named_parameters())
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
     def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
-        """See :meth:`GradientCompression.set_layers`. Nothing changes for a layer of which this rank has so small a
-        shard that it is not compressed, while others have larger ones.
+        """See :meth:`GradientCompression.set_layers`. Layers of which this rank's shard is too small to be compressed
+        are left out, since other ranks may have larger shards of them.
         """
         super().set_layers({name: spec for name, spec in specs.items() if name not in self._small})
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See :meth:`GradientCompression.no_sync`. Inside, FSDP2 does not reduce gradients, either: it does so in a
-        pass outside, which a step of a sharded model has to end with.
+        """See :meth:`GradientCompression.no_sync`. Inside, FSDP2 does not reduce gradients, either. It does so in a
+        pass outside, so the last pass of a sharded model's step has to run outside.
         """
         module = self._module()
         before, self._syncing = self._syncing, False
@@ -259,16 +263,16 @@ class ModuleCompression(GradientCompression):
     def average(self) -> None:
         """Average the gradients that have added up in :meth:`no_sync`. Call on all ranks, outside of backward.
 
-        For steps whose last backward pass is not known to be the last. A parameter without a gradient counts as zeros.
-        Within :meth:`no_sync` nothing happens: then more passes are to come.
+        For steps in which the last backward pass is not known to be the last. A parameter without a gradient counts as
+        zeros. A call inside :meth:`no_sync` does nothing, since more passes follow.
 
-        Not for models of which FSDP2 has reduced no gradients yet: let their last pass be outside of :meth:`no_sync`,
-        which averages what all have added up, and needs no call of this.
+        Not for models whose gradients FSDP2 has not reduced yet. Run their last pass outside of :meth:`no_sync`: it
+        averages all accumulated gradients, and no call of this method is needed.
 
         Raises:
             RuntimeError: called inside backward, or after :meth:`remove`; or the exchange stopped earlier.
-            UnsupportedError: FSDP2 keeps gradients that it has not reduced; or a parameter requires a gradient and did
-                not, or was not there, at set-up.
+            UnsupportedError: FSDP2 holds gradients that it has not reduced; or a parameter requires a gradient that did
+                not require one, or did not exist, at set-up.
 
         Example:
             >>> with handle.no_sync():  # doctest: +SKIP
@@ -294,11 +298,12 @@ class ModuleCompression(GradientCompression):
         return super()._broke_off() or (torn and not is_in_backward())
 
     def remove(self) -> None:
-        """Take compression off: every rank goes on alone. Call on all ranks, between steps, or when one broke off.
+        """Remove compression: gradients are no longer averaged, and every rank trains alone. Call on all ranks, between
+        steps, or after a step that broke off.
 
         Raises:
             RuntimeError: called inside backward.
-            DisagreementError: some rank does something else.
+            DisagreementError: another rank makes another call.
         """
         super().remove()
         for hook in self._hooks:
@@ -313,7 +318,7 @@ class ModuleCompression(GradientCompression):
 
 
 def _arrival(handle: weakref.ref[ModuleCompression]) -> Any:
-    """A hook of a parameter. It does not keep the handle alive, which has the parameter."""
+    """Make the hook of a parameter. It holds a weak reference, since the handle refers to the parameter."""
 
     def arrived(p: Tensor) -> None:
         if (own := handle()) is not None:
@@ -323,19 +328,19 @@ def _arrival(handle: weakref.ref[ModuleCompression]) -> Any:
 
 
 def _in_backward_of_another() -> bool:
-    """Whether this backward pass runs in a function of another one."""
+    """Whether this backward runs inside an autograd function's backward, as that of a reentrant checkpoint does."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not _BACKWARD_OF_FUNCTIONS:
         frame = frame.f_back
     return frame is not None
 
 
-#: What runs the backward of a function that is written in Python.
+#: The code object that runs the backward of autograd functions written in Python.
 _BACKWARD_OF_FUNCTIONS = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def _small_shards(module: nn.Module, by_name: Mapping[str, Parameter], min_numel: int) -> set[str]:
-    """Matrices that are compressed where a rank has enough of them, and here there is less."""
+    """Names of sharded matrices that are large enough to be compressed, but of which this rank's shard is not."""
     return {
         name
         for name, p in module.named_parameters()
@@ -348,17 +353,17 @@ def _small_shards(module: nn.Module, by_name: Mapping[str, Parameter], min_numel
 
 
 def _outside_of_units(module: nn.Module) -> list[str]:
-    """Trained parameters that FSDP2 does not shard, of a module that has some that it does."""
+    """Names of trained parameters that FSDP2 does not shard, in a module that it shards otherwise."""
     if not units_of(module):
         return []
     return [name for name, p in module.named_parameters() if p.requires_grad and not hasattr(p, "device_mesh")]
 
 
 class Outputs(Left):
-    """A hook of the model's forward pass: backward begins at its outputs.
+    """A forward hook of the model. It puts hooks on the outputs, which detect that a backward pass begins.
 
     Args:
-        handle: None: of a copy, which does nothing.
+        handle: the handle to notify. None, as in the copy of a model: do nothing.
     """
 
     without = "nobody averages its gradients"
@@ -369,7 +374,7 @@ class Outputs(Left):
 
     @property
     def handle(self) -> ModuleCompression | None:
-        """The handle that it tells of backward passes."""
+        """The handle to notify of backward passes."""
         return None if self._handle is None else self._handle()
 
     @property
@@ -378,11 +383,11 @@ class Outputs(Left):
 
     @unseen
     def __call__(self, _: nn.Module, __: Any, outputs: Any) -> None:
-        """The model was called."""
+        """Notify the handle of the call, and hook the outputs."""
         if torch.is_grad_enabled() and (own := self.handle) is not None:
             own.called()
             for x in _tensors_in(outputs):
-                if x.grad_fn is not None:  # a leaf stays, and hooks on it would pile up
+                if x.grad_fn is not None:  # a leaf outlives the step, and would collect hooks
                     cast("Any", x).register_hook(self._began)
 
     @unseen
@@ -392,11 +397,11 @@ class Outputs(Left):
 
 
 def _tensors_in(outputs: object, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """All tensors of what a model returns: in lists, tuples, dictionaries, dataclasses, as DDP looks for them.
+    """Yield all tensors in a model's outputs: in lists, tuples, dictionaries and dataclasses, as DDP looks for them.
 
     Args:
         outputs: of the model, or a part of them.
-        seen: dataclasses in which that was looked for: one may hold another that holds it.
+        seen: ids of the dataclasses visited so far, since they may refer to each other in cycles.
     """
     seen = set() if seen is None else seen
     for x in torch.utils._pytree.tree_leaves(outputs):

@@ -1,11 +1,11 @@
-"""The ranks of one node: sums and gathers among them, over shared memory where that is what they have.
+"""Reduce-scatter and all-gather among the ranks of one node, through shared memory where possible.
 
-On GPUs a node's ranks reach each other by what its collectives know best, NCCL. On CPUs gloo sends all by TCP, through
-the kernel, which takes as long as a fast network does. So the ranks of one host write into memory that all of them
-have mapped, wait for each other, and read.
+On GPUs the process group's own collectives (NCCL) are best. On CPUs gloo sends everything by TCP through the kernel,
+which takes as long as a fast network does. So the ranks of one host map the same memory, write into it, wait for each
+other, and read.
 
-There are two halves, used in turn: a rank that writes into one of them has waited for all after the other was written,
-and so after they had read the one before.
+The memory has two halves, used in turn. A rank that writes into one half has waited for all ranks after the other half
+was written. By then, all ranks had finished reading what this half held before.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ __all__ = ["Node"]
 
 _FOLDER = Path("/dev/shm")
 
-#: So much of the memory that is free for sharing is taken at most.
+#: At most this part of the free shared memory is used.
 _SHARE = 0.5
 
 
 class Node:
-    """The ranks of a node.
+    """Collectives among the ranks of a node.
 
     Args:
-        group: these ranks.
-        device: of what they add up.
+        group: the ranks of the node.
+        device: of the tensors that are summed.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._shares = device.type == "cpu" and dist.get_backend(group) == "gloo" and _FOLDER.is_dir()
-        # Gloo's own reduce-scatter takes longer than an exchange of rows, and their sum.
+        # Gloo's own reduce-scatter takes longer than an all-to-all of rows and a local sum.
         self._exchanges = dist.get_backend(group) == "gloo"
         self._memory: Tensor | None = None  # uint8 (2 halves, ranks, bytes)
         self._turn = 0
 
     def rows(self, longest: int, like: Tensor) -> Tensor:
-        """Where this rank writes what others shall add up: a row for each rank, of this length; what is in them is
-        anything.
+        """Return the input of :meth:`sum_of_own`, to be written by this rank: (ranks, longest), a row for each rank.
+
+        The rows may hold old values.
         """
         if self._shares:
             self._reserve(self.size * longest * like.element_size())
@@ -62,7 +63,7 @@ class Node:
         return self._written(like.dtype, self.size * longest)[self.rank].view(self.size, longest)
 
     def sum_of_own(self, rows: Tensor) -> Tensor:
-        """The sum over all ranks of the row that each has for this one."""
+        """Return the sum over all ranks of the row that each has written for this rank: a reduce-scatter."""
         if self._memory is not None:
             self._wait()
             of_all = self._written(rows.dtype, rows.numel()).view(self.size, *rows.shape)
@@ -76,7 +77,7 @@ class Node:
         return own
 
     def gathered(self, own: Tensor) -> Tensor:
-        """What all ranks have, a row each; to be read before anything else is done here."""
+        """All-gather ``own``: one row per rank. Read the result before the next call of this object's methods."""
         if self._memory is not None:
             self._turn ^= 1
             rows = self._written(own.dtype, own.numel())
@@ -90,17 +91,19 @@ class Node:
     # ---- shared memory -----------------------------------------------------------------------------------------------
 
     def _written(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """The half whose turn it is: a row of each rank."""
+        """Return the current half of the shared memory: (ranks, numel), a row written by each rank."""
         assert self._memory is not None
         return self._memory[self._turn, :, : numel * dtype.itemsize].view(dtype)
 
     def _wait(self) -> None:
-        """Until all ranks have written."""
+        """Wait until all ranks have written."""
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), group=self.group)
 
     def _reserve(self, nbytes: int) -> None:
-        """Memory for rows of so many bytes of each rank. Where any of them cannot have it, because it is on another
-        host or in another container, or there is no room, none shares memory.
+        """Map shared memory with a row of at least ``nbytes`` bytes per rank and half. A collective.
+
+        If any rank cannot map it, because it is on another host or in another container, or there is no room, no rank
+        uses shared memory from then on.
         """
         if self._memory is not None and self._memory.shape[-1] >= nbytes:
             return
@@ -119,7 +122,7 @@ class Node:
         all_have = torch.tensor(float(mapped is not None), dtype=torch.float32, device="cpu")
         dist.all_reduce(all_have, dist.ReduceOp.MIN, group=self.group)
         if path is not None:
-            path.unlink(missing_ok=True)  # it lives as long as somebody has it mapped
+            path.unlink(missing_ok=True)  # the memory lives on until the last rank unmaps it
         if bool(all_have) and mapped is not None:
             self._memory = mapped.view(shape)
         else:
@@ -127,7 +130,7 @@ class Node:
 
 
 def _made(nbytes: int) -> Path | None:
-    """A file of this size in memory; None where there is no room."""
+    """Create a file of this size in shared memory; None if there is no room."""
     path = None
     try:
         free = os.statvfs(_FOLDER)

@@ -1,4 +1,4 @@
-"""What to do with a model that :func:`~narrowband.compress_gradients` cannot take."""
+"""Error texts for models that :func:`~narrowband.compress_gradients` refuses: what the object is, and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ __all__ = ["what_it_is"]
 
 
 def what_it_is(model: object) -> str:
-    """What was given in place of a module, or what averages by itself, and what to do; empty where neither is so."""
+    """Describe an object that is no module, or a model that averages by itself, and say what to do instead.
+
+    Returns:
+        The end of an error message; empty if the model is fine.
+    """
     if isinstance(model, DistributedDataParallel):
         return ""
     if isinstance(model, torch.nn.Module) and ddp_of(model) is not None:
@@ -49,7 +53,7 @@ def what_it_is(model: object) -> str:
 
 
 def _is_replicated(model: object) -> bool:
-    """Whether the composable replicate() of older versions was applied."""
+    """Whether the composable ``replicate()`` of older PyTorch versions was applied to the model."""
     if not isinstance(model, torch.nn.Module):
         return False
     with contextlib.suppress(ImportError, AttributeError):

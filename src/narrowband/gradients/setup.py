@@ -1,4 +1,4 @@
-"""Set-up of gradient compression: what users call, and which handle a model gets."""
+"""Set up gradient compression: :func:`compress_gradients`, which chooses the handle for a model."""
 
 from __future__ import annotations
 
@@ -50,56 +50,60 @@ def compress_gradients(
     message_nbytes: int = MESSAGE_NBYTES,
     early_nbytes: int = EARLY_NBYTES,
 ) -> GradientCompression:
-    """Average gradients over ranks, compressed. Call it on all ranks, once, before the first backward.
+    """Average gradients over ranks with compression. Call it once on all ranks, before the first backward.
 
     Args:
-        model: a model in DistributedDataParallel, whose averages are then compressed. Or a plain module, or one that
-            the ranks of a node shard by ``fully_shard`` (FSDP2), with ``process_group`` for the ranks that hold the
-            same shard on every node. Without DistributedDataParallel all ranks begin with the parameters and buffers of
-            the first, later changes of buffers stay each rank's own, and a parameter without a gradient counts as a
-            gradient of zeros. Convert the model to channels_last on all ranks, before it is wrapped and given here.
-        spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``; or a plan that
-            has one for every layer; or a policy such as :class:`~narrowband.LGreCo`, which plans while training runs.
+        model: a model in DistributedDataParallel, whose all-reduce is then compressed. Or a plain module. Or a module
+            that the ranks of a node shard with ``fully_shard`` (FSDP2); then ``process_group`` has the ranks that hold
+            the same shard on every node. Without DistributedDataParallel, all ranks begin with the parameters and
+            buffers of the first rank, later changes of buffers stay local to a rank, and a parameter without a gradient
+            counts as a gradient of zeros. Convert the model to channels_last on all ranks before it is wrapped and
+            passed here.
+        spec: codec and feedback, such as ``"topk:density=0.01+ef"``, ``"qsgd:bits=4"`` or ``"none"``; or a plan, which
+            has a spec for every layer; or a policy such as :class:`~narrowband.LGreCo`, which plans while training
+            runs.
         min_numel: parameters with fewer elements count as small, as do all biases and norms.
-        small: what happens to small parameters: ``"uncompressed"``, they travel as they are; ``"fused"``, they make one
-            vector of the whole model, compressed like any layer; or a codec for that vector that sends more of it, such
-            as ``"topk:density=0.03"``. If 1 in 1,000 is sent of all else, small parameters are most of the bytes.
-        warmup_steps: the first so many steps are averaged uncompressed; early gradients change fast.
-        process_group: the ranks to average over; by default DistributedDataParallel's own, or all. Of a mesh of nodes ×
-            shards, ``mesh["nodes"].get_group()``.
-        nodes: for a model in DistributedDataParallel, if machines have several ranks each: the number of machines, with
-            successive ranks on each; ``"auto"``, to count them by what torchrun says or by the names of hosts; or a
-            mesh of nodes × ranks. Inside a machine gradients are then summed exactly, and each of its L ranks
-            compresses and sends one of L parts (:mod:`narrowband.gradients.levels`). By default every rank is a node.
-        seed: for stochastic rounding and sampling. Equal seeds, equal runs.
-        collective: ``"auto"`` takes the one that sends least (see :mod:`narrowband.collectives.choice`).
-        grad_scaler: the scaler of mixed-precision training, if there is one. The residual is in units of scaled
-            gradients, and is rescaled when the scale changes.
-        optimizer: the one that will step, to check that momentum is not applied twice (``dgc`` applies it before the
-            wire).
-        message_nbytes: payloads of several buckets are collected into one message until a rank has so many bytes to
+        small: how to send small parameters. ``"uncompressed"`` sends them as they are. ``"fused"`` joins those of the
+            whole model into one vector, which is compressed like a layer. A codec, such as ``"topk:density=0.03"``,
+            compresses that vector less than layers are. (Where layers send 1 element in 1,000, uncompressed small
+            parameters are most of the bytes.)
+        warmup_steps: how many steps at the start are averaged uncompressed, since early gradients change fast.
+        process_group: the ranks to average over; by default those of DistributedDataParallel, or all. For a mesh of
+            nodes × shards: ``mesh["nodes"].get_group()``.
+        nodes: for a model in DistributedDataParallel on machines with several ranks each: the number of machines, with
+            successive ranks on each; or ``"auto"``, which tells them apart by torchrun's environment and host names; or
+            a mesh of nodes × ranks. Inside a machine gradients are then summed exactly, and each of its L ranks
+            compresses and sends 1/L of them (:mod:`narrowband.gradients.levels`). By default every rank is a node.
+        seed: for stochastic rounding and sampling. Runs with equal seeds are equal.
+        collective: ``"auto"`` chooses the one that sends least (see :mod:`narrowband.collectives.choice`).
+        grad_scaler: the gradient scaler of mixed-precision training, if there is one. Residuals are in units of scaled
+            gradients, and are rescaled when the scale changes.
+        optimizer: the optimizer that will step, to check that momentum is not applied twice (``dgc`` applies it before
+            the wire).
+        message_nbytes: payloads of several buckets are collected into one message until a rank has this many bytes to
             send.
-        early_nbytes: if the small parameters at a model's end have at least so many bytes, they are sent before
-            backward ends.
+        early_nbytes: the small parameters at the model's end are sent before backward ends if they have at least this
+            many bytes.
 
-    If a parameter is replaced, added or thawed later, nobody would average it, so the next step is an error. So it is
-    if the model is converted to another dtype. Call the handle's ``remove()`` before such a change, and this function
-    again afterwards. An optimizer that steps inside backward, in a hook of a parameter, is an error, too.
+    A parameter that is replaced, added or thawed later would not be averaged, so the next step raises an error. So does
+    the next step after the model was converted to another dtype. Call the handle's ``remove()`` before such a change,
+    and this function again afterwards. An optimizer that steps inside backward, in a hook of a parameter, is an error,
+    too.
 
-    ``model.join()`` of DistributedDataParallel works: ranks that have run out of data send zeros, and keep their
-    residuals (with ``ef21``, which has no residual, zero counts as their gradient). Its
-    ``divide_by_initial_world_size=False`` is refused by the first backward.
+    ``model.join()`` of DistributedDataParallel works: ranks that have run out of data send zeros and keep their
+    residuals (with ``ef21``, which has no residual, zero counts as their gradient). The first backward refuses its
+    ``divide_by_initial_world_size=False``.
 
     Returns:
         A handle: :meth:`~GradientCompression.stats`, :meth:`~GradientCompression.pause`,
         :meth:`~GradientCompression.state_dict` …
 
     Raises:
-        TypeError: no module, or one that averages by itself; says what to do with what it is.
-        ValueError: a spec, a number or a collective that does not exist, momentum in both places, or ranks that
-            disagree.
-        UnsupportedError: the model already has a hook, or does what no hook can follow; a process group with ranks of
-            the same replica; or a spec that is not for gradients (``aq-sgd``).
+        TypeError: no module, or one that averages by itself; the message says what to do instead.
+        ValueError: a spec, a number or a collective that does not exist; momentum in both the optimizer and the spec;
+            or ranks that disagree.
+        UnsupportedError: the model already has a hook, or works in a way that a hook cannot follow; a process group
+            with ranks of the same replica; or a spec that is not for gradients (``aq-sgd``).
 
     Example:
         >>> model = DistributedDataParallel(model)
@@ -164,10 +168,10 @@ def compress_gradients(
 
 
 def _check_shards(model: nn.Module, where: str) -> None:
-    """What is averaged can be averaged shard by shard.
+    """Check that all gradients can be averaged shard by shard.
 
     Raises:
-        UnsupportedError: some have no shards.
+        UnsupportedError: some are sparse or complex, which cannot be sharded.
     """
     sparse = [name for name, each in model.named_modules() if getattr(each, "sparse", False)]
     if sparse:
@@ -178,11 +182,13 @@ def _check_shards(model: nn.Module, where: str) -> None:
 
 
 def _inside(model: nn.Module, settings: Settings) -> dist.ProcessGroup | None:
-    """The ranks that shard a model together, where feedback has to know of all parts; None where it has not, or where
-    they are not the same for all parameters.
+    """Return the ranks that shard a model together, which feedback needs in order to hear of all shards.
+
+    None without shards or feedback, or if parameters are sharded over several meshes or in several dimensions.
 
     Raises:
-        UnsupportedError: norms are wanted of whole gradients, and not all parameters are sharded among the same ranks.
+        UnsupportedError: the feedback clips by the norm of whole gradients, and not all parameters are sharded among
+            the same ranks.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     meshes = {name: getattr(p, "device_mesh", None) for name, p in trained.items()}

@@ -1,17 +1,17 @@
-"""Whether an optimizer's steps and a handle's averages take turns, as feedback supposes.
+"""Check that an optimizer's steps and a handle's averages alternate, as feedback assumes.
 
-Feedback counts on every average being used, once. Some training loops break that, and nothing fails:
+Feedback assumes that every average is used exactly once. Some training loops break this without any failure:
 
-* the optimizer steps inside backward, parameter by parameter, before the average of any of them is there;
-* gradients add up over several backward passes that are all averaged. Averages then come in again as if they were new
-  gradients, and ``dgc`` applies momentum to them once more;
-* averages are thrown away: those of a GAN's discriminator, when its generator learns. What feedback has not sent of
-  them goes along with later gradients;
-* the model is called, and its gradients come another way than averages do: from ``torch.autograd.grad``, or through a
-  module that was converted (``.half()``, ``.to()``) inside of DistributedDataParallel, which then hears of none.
+1. The optimizer steps inside backward, parameter by parameter, before the averages have arrived.
+2. Gradients accumulate over several backward passes that are all averaged. Averages then enter the next average as if
+   they were new gradients, and ``dgc`` applies momentum to them once more.
+3. Averages are discarded, such as those of a GAN's discriminator while its generator learns. The residual of these
+   averages is sent with later gradients.
+4. The model is called, but its gradients bypass the hooks: they come from ``torch.autograd.grad``, or the module was
+   converted (``.half()``, ``.to()``) inside DistributedDataParallel, which then gets none of them.
 
-PyTorch tells of every optimizer's steps in the process. The first and the last are errors; the others, which may be
-meant, a warning.
+The check uses PyTorch's global hooks, which run at every step of every optimizer in the process. Cases 1 and 4 raise an
+error; cases 2 and 3 may be intended, and log a warning.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 __all__ = ["STEPS_WITHOUT_AVERAGE", "Averages", "Steps", "Turn"]
 
-#: An optimizer may step so often with gradients that nobody averaged. One may be a warm-up of somebody's own; three in
-#: a row are a training loop.
+#: The step in a row with gradients that were not averaged at which an optimizer raises an error. A single one may be
+#: the user's own warm-up; three in a row are a training loop.
 STEPS_WITHOUT_AVERAGE = 3
 
 
 class Averages(Protocol):
-    """What is asked of a handle."""
+    """What this module needs of a handle."""
 
     @property
     def layers(self) -> Layers:
-        """What is averaged."""
+        """The layers that are averaged."""
 
     @property
     def paused(self) -> bool:
@@ -60,27 +60,27 @@ class Averages(Protocol):
 
     @property
     def removed(self) -> bool:
-        """Whether nothing is averaged any more."""
+        """Whether the handle was removed and averages nothing any more."""
 
     def stats(self) -> Stats[StepStats]:
-        """Of the steps so far."""
+        """Statistics of the steps so far."""
 
 
 class Turn(enum.Enum):
-    """Where a handle's averages and optimizers' steps stand."""
+    """Whose turn it is: the state of the alternation of averages and optimizer steps."""
 
-    #: Nothing is to be expected: all that was averaged has been used, and the model was not called since.
+    #: All averages have been used, and the model was not called since.
     USED = enum.auto()
-    #: The model was called, and an average of that is to be expected.
+    #: The model was called, and its gradients still have to be averaged.
     CALLED = enum.auto()
-    #: There is an average that no optimizer has used.
+    #: There is an average that no optimizer has used yet.
     AVERAGED = enum.auto()
 
 
 class Steps:
-    """The steps that optimizers make with the gradients of one handle.
+    """Follows the steps that optimizers make with the gradients of one handle.
 
-    What happens in which state (:class:`Turn`), and which is next:
+    The next state (:class:`Turn`), by event and present state:
 
     ================  ==========  ================================================  =====================
     what happens      ``USED``    ``CALLED``                                        ``AVERAGED``
@@ -91,38 +91,39 @@ class Steps:
     optimizer steps   USED        USED; the third of one optimizer in a row raises  USED
     ================  ==========  ================================================  =====================
 
-    An optimizer may run backward itself, in a closure. So nothing is warned of while it steps, and what was averaged
-    meanwhile is used when it has. Nor is it before any optimizer has stepped: there are other ways to train.
+    An optimizer may run backward itself, in a closure. So no warning is logged while it steps, and averages of that
+    time count as used when it returns. Nor is one logged before any optimizer has stepped, since training may do
+    without one.
 
     Args:
-        handle: that averages them. It keeps this, and this does not keep it.
-        parameters: whose gradients these are, as optimizers know them.
+        handle: the handle that averages. It keeps this object alive, not the other way round.
+        parameters: the parameters whose gradients the handle averages, as optimizers know them.
     """
 
     def __init__(self, handle: Averages, parameters: Iterable[Tensor]) -> None:
         self._handle = weakref.ref(handle)
         self._ours = {id(p): weakref.ref(p) for p in parameters if p.requires_grad}
         self._state = Turn.USED
-        #: Who steps: the optimizer that is about it now, by its id; None between two steps; "nobody" before the first.
+        #: The id of the optimizer that is stepping now; None between two steps; "nobody" before the first.
         self._stepping: int | Literal["nobody"] | None = "nobody"
         self._momentum_said = False
-        #: How many steps in a row each optimizer has made with gradients that nobody averaged.
+        #: How many steps in a row each optimizer has made with gradients that were not averaged.
         self._local: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _listen()
         _all.add(self)
 
     def called(self) -> None:
-        """The model was called, and the gradients of that will be averaged."""
+        """Note that the model was called, and that the gradients of this call will be averaged."""
         if self._state is Turn.USED:
             self._state = Turn.CALLED
 
     def stays_local(self) -> None:
-        """They will not: the model was called outside of ``no_sync``, and backward runs in it."""
+        """Note that they will not be: the model was called outside of ``no_sync``, but its backward runs inside."""
         if self._state is Turn.CALLED:
             self._state = Turn.USED
 
     def averaging(self) -> None:
-        """A step's gradients are about to be averaged."""
+        """Note that a step's gradients are about to be averaged. Warn if the last average was not used."""
         if self._state is Turn.AVERAGED and self._stepping is None:
             self._warn()
         self._state = Turn.AVERAGED
@@ -133,7 +134,7 @@ class Steps:
         if handle is None or not handle.layers.stateful:
             return
         observer = handle.layers.observer
-        if (handle.paused and observer is None) or handle.stats().last.skipped:  # then a scaler skips the step
+        if (handle.paused and observer is None) or handle.stats().last.skipped:  # after a skip, a scaler skips its step
             return
         momentum = ", and dgc applies momentum to it once more" if observer is not None else ""
         handle.layers.warn_once(
@@ -145,11 +146,11 @@ class Steps:
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step.
+        """Note that an optimizer is about to step.
 
         Raises:
-            UnsupportedError: inside backward.
-            RuntimeError: it did so several times in a row with gradients that nobody averaged.
+            UnsupportedError: it steps inside backward.
+            RuntimeError: it has stepped several times in a row with gradients that were not averaged.
         """
         handle = self._handle()
         if handle is None or handle.removed:
@@ -159,12 +160,12 @@ class Steps:
         first = next(ours, None)
         if first is None:
             return
-        if first.grad is not None or any(p.grad is not None for p in ours):  # those of a closure are still to come
+        if first.grad is not None or any(p.grad is not None for p in ours):  # with a closure, gradients come later
             self._use(optimizer, handle)
         self._stepping = id(optimizer)
 
     def _use(self, optimizer: torch.optim.Optimizer, handle: Averages) -> None:
-        """An optimizer is about to step by gradients that are there."""
+        """Check a step of an optimizer whose gradients have been computed."""
         name = type(optimizer).__name__
         observer = handle.layers.observer
         if observer is not None and not self._momentum_said:
@@ -182,7 +183,7 @@ class Steps:
             return
         if not any(
             map(_says_something, self._of(optimizer))
-        ):  # as zero_grad(set_to_none=False) leaves them: it does not learn now
+        ):  # all zeros, as zero_grad(set_to_none=False) leaves them: this step trains nothing
             self._local[optimizer] = 0
             return
         raise RuntimeError(
@@ -194,7 +195,9 @@ class Steps:
         )
 
     def _check_momentum(self, optimizer: torch.optim.Optimizer, observer: State, handle: Averages) -> None:
-        """Say so where momentum is not what it was at set-up, or nobody has looked there: schedules may cycle it."""
+        """Warn if the optimizer's momentum does not suit the method: it may not have been passed at set-up, or a
+        schedule may have changed it.
+        """
         try:
             check_momentum(optimizer, observer, self._of(optimizer))
         except ValueError as error:
@@ -202,14 +205,14 @@ class Steps:
             handle.layers.warn_once(f"{error}. If a schedule changes it, give that cycle_momentum=False")
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped, by the averages of its closure if it has one."""
+        """Note that an optimizer has stepped. Averages that its closure made count as used."""
         if self._stepping == id(optimizer):
             self._stepping = None
             if self._state is Turn.AVERAGED:
                 self._state = Turn.USED
 
     def _of(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-        """The parameters of an optimizer that are this handle's, too."""
+        """Yield the parameters that both the optimizer and the handle have."""
         return (p for group in optimizer.param_groups for p in group["params"] if self._is_ours(p))
 
     def _is_ours(self, p: Tensor) -> bool:
@@ -218,7 +221,7 @@ class Steps:
 
 
 def _says_something(p: Tensor) -> bool:
-    """Whether a gradient is there and not all zeros."""
+    """Whether a parameter has a gradient that is not all zeros."""
     if p.grad is None:
         return False
     x = local(p.grad)
@@ -230,7 +233,7 @@ _all: weakref.WeakSet[Steps] = weakref.WeakSet()
 
 @functools.cache
 def _listen() -> None:
-    """Hear of every optimizer's steps, for as long as the process lives."""
+    """Register global hooks for the steps of all optimizers, once per process and never removed."""
 
     @unseen
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""How long an exchange takes under different choices, for policies that save time."""
+"""Measure how the time of an exchange depends on the chosen specs, for policies that minimize time."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ def measure_times(
     warmup_steps: int = 2,
     seed: int = 0,
 ) -> Times:
-    """Measure what a byte of each layer takes, by training under random choices. Call on all ranks, between steps.
+    """Measure how many seconds a byte of each layer costs, by training under randomly drawn specs. Call on all ranks,
+    between steps.
 
     Args:
         handle: of the model.
-        step: does one whole training step. There will be ``samples · (warmup_steps + steps)`` of them,
-            compressed as the choices say.
-        choices: specs; every bucket gets one of them, by chance, in every sample.
-        samples: how many times choices are drawn; more than there are buckets.
-        steps: whose median is a sample's time; the slowest rank's counts.
-        warmup_steps: steps before these.
-        seed: of the choices; the same on all ranks.
+        step: runs one whole training step. It is called ``samples · (warmup_steps + steps)`` times, compressed with
+            the drawn specs.
+        choices: the specs to draw from. In every sample, each bucket gets one of them at random.
+        samples: how many times specs are drawn; should be more than there are buckets.
+        steps: how many steps of a sample are timed. The sample's time is their median, on the slowest rank.
+        warmup_steps: untimed steps at the start of every sample.
+        seed: of the random draws; must be the same on all ranks.
 
     Raises:
-        RuntimeError: the same was sent whatever was chosen: the handle is paused, or warms up.
+        RuntimeError: all draws sent the same number of bytes, because the handle is paused or in its warm-up.
 
     Example:
         >>> times = nb.measure_times(handle, step, ["powersgd:rank=1", "powersgd:rank=8"])
@@ -48,7 +49,7 @@ def measure_times(
     """
     if not handle.buckets:
         step()
-        step()  # DDP lays out its buckets anew after the first
+        step()  # DDP rebuilds its buckets after the first step
     buckets = handle.buckets
     before = {name: handle.layers.spec_for(name) for names in buckets for name in names}
     generator = torch.Generator().manual_seed(seed)
