@@ -1,4 +1,4 @@
-"""The core of averaging: one step over all ranks, compressed, whatever made the tensors and whatever they are for."""
+"""The core of averaging: compressed averages of tensors over all ranks, step by step, whatever the tensors are for."""
 
 from __future__ import annotations
 

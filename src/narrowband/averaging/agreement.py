@@ -1,14 +1,14 @@
-"""Finds out whether all ranks are about to do the same, before anything that depends on it is sent.
+"""Check that all ranks are about to do the same, before anything that depends on it is sent.
 
 ``pause``, ``set_layers``, ``set_epoch`` and a loaded state change what a rank sends. If only some ranks change it,
 messages of different sizes meet: gloo then ends the process, and other backends hang or decode nonsense. So every step
-begins with eight bytes per rank, a fingerprint of what the rank is about to do. No other message of the step is issued
-before all fingerprints are here; the first bucket is encoded in the meantime, so a step takes hardly longer. Where the
-fingerprints differ, the ranks exchange the same facts in words, and all of them raise an error that names who is about
-to do what.
+begins with an all-gather of eight bytes per rank, a fingerprint of what the rank is about to do. No other message of
+the step is issued before all fingerprints have arrived. The first bucket is encoded meanwhile, so a step takes hardly
+longer. If the fingerprints differ, the ranks exchange the facts themselves, and all of them raise an error that names
+which rank is about to do what.
 
-:meth:`~narrowband.gradients.GradientCompression.load_state_dict` and ``remove`` begin with the same message, so a call
-on one rank meets the step of another, and is reported by name, too.
+:meth:`~narrowband.gradients.GradientCompression.load_state_dict` and ``remove`` begin with the same message. So if one
+rank makes such a call while another begins a step, the error names both.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = ["Agreement", "Facts"]
 #: What a rank is about to do: name → value. A nested mapping is compared entry by entry.
 Facts = Mapping[str, "str | Mapping[str, str]"]
 
-#: So many differences are named; the rest is counted.
+#: The error names at most this many differences, and counts the rest.
 _NAMED = 4
 _LONGEST = 200
-#: Where ranks call different things, or one has a problem, nothing else is worth naming.
+#: If one of these facts differs, the error names no further ones.
 _ENOUGH = ("call", "problem")
 
 
@@ -49,14 +49,14 @@ class Agreement:
     """Compares facts over the ranks of a group.
 
     Args:
-        peers: these ranks.
-        device: where tensors live that the group can send.
+        peers: the ranks.
+        device: a device from which the group can send tensors.
     """
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers = peers
         self._device = device
-        self._sent: list[weakref.ref[Tensor]] = []  # in the last comparison
+        self._sent: list[weakref.ref[Tensor]] = []  # tensors of the last comparison
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,7 @@ class Agreement:
         return all_gather_nbytes(8, self._peers.size)
 
     def job(self, facts: Facts, advice: str) -> Job:
-        """Compare, as the first job of a step; see :class:`~narrowband.collectives.Engine`.
+        """Compare facts, as the first job of a step; see :class:`~narrowband.collectives.Engine`.
 
         Raises:
             DisagreementError: the facts differ; on all ranks.
@@ -75,17 +75,16 @@ class Agreement:
         of_all = torch.empty(self._peers.size, dtype=torch.int64, device=self._device)
         if mine.is_cpu:
             self._sent = [weakref.ref(mine), weakref.ref(of_all)]
-        # Whatever comes after it in either queue waits until this job has ended.
+        # All later jobs in either queue wait until this job has ended.
         yield Transfer(lambda: all_gather(of_all, mine, self._peers), later=("group", "pairs"))
         if len(set(of_all.tolist())) > 1:
             raise DisagreementError(f"{self._differences(facts)}. {advice}")
 
     def now(self, facts: Facts, advice: str) -> None:
-        """Compare, and return when that is done, and when gloo's threads have let go of what was sent. Only where no
-        job is on its way.
+        """Compare facts and wait for the result. Call only while the engine runs no job.
 
-        A thread that still has to let go of a tensor when the interpreter ends takes the process down with it, and
-        ``remove`` is the last that many programs do.
+        It also waits (up to 5 s) until gloo's threads have released the tensors. A thread that releases a tensor while
+        the interpreter shuts down crashes the process, and ``remove`` is the last call of many programs.
 
         Raises:
             DisagreementError: the facts differ; on all ranks.
@@ -100,14 +99,14 @@ class Agreement:
             time.sleep(0.001)
 
     def _differences(self, facts: Facts) -> str:
-        """In words; a collective."""
+        """Return the differences as text. A collective."""
         of_all: list[Any] = [None] * self._peers.size
         dist.all_gather_object(of_all, dict(facts), group=self._peers.group)
         return f"ranks disagree on {', '.join(_differences(of_all))}"
 
 
 def _fingerprint(facts: Facts) -> int:
-    """64 bits, the same in every process."""
+    """Return 64 bits of a hash that is the same in every process."""
     digest = hashlib.sha256(repr(sorted(_flat(facts).items())).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -123,7 +122,7 @@ def _flat(facts: Facts) -> dict[str, str]:
 
 
 def _differences(of_all: Sequence[Facts]) -> list[str]:
-    """What differs, and who has what."""
+    """Return a text for each fact that differs, with its values and their ranks."""
     flat = [_flat(facts) for facts in of_all]
     found: list[str] = []
     for name in dict.fromkeys(name for facts in flat for name in facts):

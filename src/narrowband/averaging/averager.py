@@ -1,4 +1,4 @@
-"""Averages for loops of one's own: after backward, the gradients of all ranks become their mean, compressed."""
+"""Compressed averages for custom training loops: a call after backward replaces gradients by their mean over ranks."""
 
 from __future__ import annotations
 
@@ -28,28 +28,27 @@ __all__ = ["Averager", "deliver", "end_to_end"]
 
 
 class Averager(Handle):
-    """Averages gradients over ranks when it is asked to, in a training loop without DistributedDataParallel.
+    """Averages gradients over ranks when :meth:`average` is called, in a training loop without DistributedDataParallel.
 
-    Make it on all ranks, from the same model with the same parameters in the same memory format: unlike DDP, it
-    broadcasts nothing. With the same gradients, averages have the same bits as those of
-    :func:`~narrowband.compress_gradients` under DDP, but for what depends on the layout of DDP's buckets: sums of an
-    all-reduce among more than two ranks, the norm that ``dgc`` clips, and batched products of PowerSGD without
-    feedback.
+    Create it on all ranks, from the same model with the same parameters in the same memory format: unlike DDP, it
+    broadcasts nothing. For the same gradients, the averages are those of :func:`~narrowband.compress_gradients` under
+    DDP, bit for bit, except for what depends on the layout of DDP's buckets: sums of an all-reduce among more than two
+    ranks, the norm by which ``dgc`` clips, and batched products of PowerSGD without feedback.
 
     Args:
-        tensors: a module, or (name, parameter) pairs, or a mapping of them, to be averaged. Only parameters that
-            require gradients take part.
+        tensors: a module, or (name, parameter) pairs, or a mapping from names to parameters. Only parameters that
+            require gradients are averaged.
         spec: codec and feedback, such as ``"topk:density=0.01+ef"``; or a plan, or a policy.
-        process_group: the ranks to average over; by default all. Of a sharded model (FSDP2), those that hold the same
-            shard of each replica.
-        optimizer: the one that will step, to check that momentum is not applied twice.
+        process_group: the ranks to average over; by default all. For a sharded model (FSDP2): the ranks that hold the
+            same shard of each replica.
+        optimizer: the optimizer that will step, to check that momentum is not applied twice.
 
     The other arguments are those of :func:`~narrowband.compress_gradients`.
 
     Raises:
         TypeError: something without named parameters.
-        ValueError: a spec, a number or a collective that does not exist, nothing to average, two parameters of one
-            name, momentum in both places, or ranks that disagree.
+        ValueError: a spec, a number or a collective that does not exist; nothing to average; two parameters of one
+            name; momentum in both the optimizer and the spec; or ranks that disagree.
         UnsupportedError: no process group, one with ranks that hold parts of the same sharded parameters, or a
             combination that cannot work.
 
@@ -102,16 +101,16 @@ class Averager(Handle):
     def average(self) -> None:
         """Replace every gradient by its mean over ranks, and wait for that. Call on all ranks, after backward.
 
-        A parameter without a gradient counts as a gradient of zeros, and then has the average, too: no rank knows
-        whether another one has a gradient there. One that was frozen since has none afterwards, either.
+        A parameter without a gradient counts as a gradient of zeros and gets the average, too, because no rank knows
+        whether another rank has a gradient there. A parameter that was frozen after set-up still gets none.
 
         Raises:
-            DisagreementError: ranks that are about to do different things; or a sparse gradient that some ranks lack,
-                of a parameter that was given without its module, whose layers tell of such gradients.
-            UnsupportedError: a sparse gradient where feedback needs one for every element, or a parameter that requires
-                a gradient and did not, or was not there, when the averager was made. (What is new in a model is seen
-                where the module was given, and not its parameters.)
-            RuntimeError: the exchange broke off, or had done so at an earlier step. Gradients are then undefined.
+            DisagreementError: ranks are about to do different things; or some ranks lack a sparse gradient of a
+                parameter that was passed without its module (only the module tells in advance that it is sparse).
+            UnsupportedError: a sparse gradient where feedback needs one for every element; or a parameter that requires
+                a gradient and did not, or did not exist, when the averager was created. (New parameters of a model are
+                detected only if the module was passed, not its parameters.)
+            RuntimeError: the exchange broke off, now or at an earlier step. Gradients are then undefined.
         """
         self._check_between_steps("average")
         if self._engine.error is not None:
@@ -129,7 +128,7 @@ class Averager(Handle):
             deliver(future.wait(), parameters, [by_tensor[p].form for p in parameters])
 
     def _step_facts(self) -> Facts:
-        """Messages of sparse and of dense gradients must not meet."""
+        """Return which gradients are sparse: a rank's sparse message must not meet another rank's dense one."""
         sparse = "sparse, which Averager knows beforehand if it is given the module,"
         by_tensor = self.layers.parameters.by_tensor
         return {"gradient": {own.name: sparse for p, own in by_tensor.items() if self._is_sparse(p)}}
@@ -139,10 +138,10 @@ class Averager(Handle):
 
 
 def _named(tensors: object) -> list[tuple[str, Tensor]]:
-    """Name and tensor of each parameter.
+    """Return name and tensor of each parameter.
 
     Raises:
-        TypeError: there are none to be had.
+        TypeError: the object has no named parameters.
         ValueError: nothing requires a gradient, or two parameters that do have the same name.
     """
     if isinstance(tensors, nn.Module):
@@ -179,12 +178,14 @@ def _has_sparse_gradient(p: Tensor) -> bool:
 
 
 def end_to_end(parameters: Sequence[Tensor], forms: Sequence[Form], sparse: Collection[Tensor] = ()) -> Tensor:
-    """A copy of these parameters' gradients in one flat tensor; or the sparse one that there is.
+    """Return a copy of these parameters' gradients in one flat tensor; or the gradient itself, if it is a sparse one.
+
+    Parameters without a gradient count as zeros, and get such a ``.grad`` unless they are frozen.
 
     Args:
-        parameters: whose gradients these are. Those that have none get zeros, unless they are frozen.
-        forms: how each lies there.
-        sparse: those whose gradients are always sparse; each of them comes alone.
+        parameters: the parameters.
+        forms: the layout of each in the flat tensor.
+        sparse: the parameters whose gradients are always sparse; each of them must come alone.
     """
     alone = len(parameters) == 1
     if alone and (parameters[0] in sparse or _has_sparse_gradient(parameters[0])):
@@ -196,7 +197,9 @@ def end_to_end(parameters: Sequence[Tensor], forms: Sequence[Form], sparse: Coll
 
 
 def deliver(averages: Tensor, parameters: Sequence[Tensor], forms: Sequence[Form]) -> None:
-    """What was :func:`end_to_end` becomes the gradients. A frozen parameter that had none still has none."""
+    """Write averages back from the layout of :func:`end_to_end` into the gradients. A frozen parameter without a
+    gradient still gets none.
+    """
     if averages.is_sparse:
         if not _lacks_for_good(parameters[0]):
             parameters[0].grad = averages
@@ -207,30 +210,30 @@ def deliver(averages: Tensor, parameters: Sequence[Tensor], forms: Sequence[Form
 
 
 def _lacks_for_good(p: Tensor) -> bool:
-    """Whether a parameter was frozen after set-up: optimizers leave alone what has no gradient."""
+    """Whether a parameter was frozen after set-up and has no gradient. With one, optimizers would step it."""
     return p.grad is None and not p.requires_grad
 
 
 def _gradient(p: Tensor, *, sparse: bool = False) -> Tensor:
-    """The gradient in this layout; zeros where there is none."""
+    """Return a parameter's gradient in this layout; zeros if it has none. Set ``.grad`` unless it is frozen."""
     gradient = p.grad
     if gradient is None:
         gradient = _no_rows(p) if sparse else torch.zeros_like(p)
     elif gradient.is_sparse != sparse:
         gradient = gradient.to_sparse(1) if sparse else gradient.to_dense()
     elif gradient.is_conj() or gradient.is_neg() or _shares_memory(gradient):
-        gradient = gradient.resolve_conj().resolve_neg().clone()  # so that its average can be written there
+        gradient = gradient.resolve_conj().resolve_neg().clone()  # a copy that can be written to
     if gradient is not p.grad and not _lacks_for_good(p):
         p.grad = gradient
     return gradient
 
 
 def _shares_memory(x: Tensor) -> bool:
-    """Whether elements lie in the same memory, as after ``expand``."""
+    """Whether elements share memory, as after ``expand``."""
     return not x.is_sparse and any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _no_rows(p: Tensor) -> Tensor:
-    """Zeros, as a sparse gradient of an embedding."""
+    """Return an embedding's sparse gradient without rows, which stands for zeros."""
     none = torch.empty((1, 0), dtype=torch.int64, device=p.device)
     return torch.sparse_coo_tensor(none, p.new_empty((0, *p.shape[1:])), p.shape, dtype=p.dtype, device=p.device)

@@ -1,10 +1,11 @@
-"""Lets a policy see gradients, and brings what it decides to all ranks.
+"""Show gradients to a policy, and bring its decisions to all ranks.
 
-What a policy sees is the sum of the averages that were delivered since it last decided. Every rank has these, so they
-cost no exchange. The L-GreCo paper speaks of accumulated gradients. The authors' hooks for PowerSGD
-(github.com/LGrCo/L-GreCo, commit 13942f0) add up those of rank 0 alone, each with the residual, in the last ten steps
-of a window. An average is of all ranks' data, and error feedback makes the sum over a window that of the exact
-averages, up to what the residual gained. A policy may look at the ``last`` steps of a window alone.
+A policy sees the sum of the averages that were delivered since its last decision. Every rank has these averages, so
+they cost no communication. The L-GreCo paper speaks of accumulated gradients. The authors' hooks for PowerSGD
+(github.com/LGrCo/L-GreCo, commit 13942f0) add up the gradients of rank 0 alone, each with the residual, over the last
+ten steps of a window. Averages cover the data of all ranks instead, and with error feedback their sum over a window is
+that of the exact averages, up to the change of the residual. A policy may restrict itself to the ``last`` steps of a
+window.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Rank 0 adds up averages and decides; all ranks follow in the same step.
+    """Adds up averages on rank 0, lets the policy decide there, and applies the plan on all ranks in the same step.
 
     Args:
-        policy: what decides; None: nothing changes.
+        policy: the policy that decides; None: the plan never changes.
         layers: of the model.
         peers: the ranks.
     """
@@ -54,15 +55,15 @@ class Controller:
         self._sums: dict[str, Tensor] = {}
 
     def identity(self) -> list[object]:
-        """What has to be the same on all ranks; how rank 0 decides is its own business."""
+        """Return what must be equal on all ranks. Other settings matter on rank 0 only, which decides."""
         policy = self.policy
         return [] if policy is None else [policy.name, policy.every, policy.warmup_steps, policy.specs()]
 
     def follow(self, plan: Plan) -> None:
-        """Give layers what a plan says.
+        """Give layers the specs of a plan.
 
         Raises:
-            ValueError: the plan of another model, or of another kind of compression.
+            ValueError: a plan of another model, or with specs that cannot be mixed with the model's.
         """
         plan.check(self._layers.parameters.shapes)
         if plan.world_size != self._peers.size:
@@ -74,7 +75,7 @@ class Controller:
         self.plan = plan
 
     def look(self, averages: Iterable[tuple[Parameter, Tensor]], weight: float, step: int) -> None:
-        """Add what this step delivered to layers, times ``weight``. One step that is not finite must not spoil all."""
+        """Add a step's averages of layers, times ``weight``, to the sums. Averages that are not finite are left out."""
         if self.policy is None:
             return
         self._looked = True
@@ -89,14 +90,18 @@ class Controller:
             self._sums[parameter.name].add_(part, alpha=weight)
 
     def is_due(self, step: int) -> bool:
-        """Whether :meth:`decide` is to be called before this step. Without layers there is nothing to decide."""
+        """Whether :meth:`decide` is to be called before this step. Never without layers."""
         policy = self.policy
         if policy is None or not self._looked or step < policy.warmup_steps:
             return False
         return (step - policy.warmup_steps) % policy.every == 0 and bool(self._layers.parameters.shapes)
 
     def decide(self, step: int) -> bool:
-        """Decide anew; whether anything changed. A collective, to be called where it :meth:`is_due`."""
+        """Let rank 0 decide, and follow its plan on all ranks. A collective; call it if :meth:`is_due`.
+
+        Returns:
+            False if rank 0 could not decide: the plan then stays as it was.
+        """
         text = self._decided(step) if self._peers.rank == 0 else b""
         text = _broadcast(text, self._peers, self._device)
         self._looked = False
@@ -108,7 +113,7 @@ class Controller:
         return True
 
     def _decided(self, step: int) -> bytes:
-        """The plan, as text; empty where it failed: the other ranks are waiting."""
+        """Return the policy's plan as text; empty if deciding failed. Raises nothing, since other ranks wait."""
         assert self.policy is not None
         try:
             if not self._sums:
@@ -122,7 +127,7 @@ class Controller:
             plan = self.policy.decide(gradients, step=step, traffic=self._layers.traffic)
             plan.check(self._layers.parameters.shapes)
             return plan.to_json().encode()
-        except Exception:  # a policy may be anybody's, and whatever it raises must not leave the others waiting
+        except Exception:  # a user's policy may raise anything, and other ranks are waiting
             log.exception("step %d: deciding failed", step)
             return b""
 
@@ -133,7 +138,7 @@ class Controller:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan, and what the next decision depends on. Rank 0's holds the sums."""
+        """Return the plan and what the next decision depends on. Only rank 0's state has the sums."""
         if self.policy is None and self.plan is None:
             return {}
         return {
@@ -168,7 +173,7 @@ class Controller:
             raise ValueError(f"the state of the policy is not one: {error!r}") from error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken. The layers are another's business."""
+        """Resume from what :meth:`state_dict` returned. Layers are loaded elsewhere (:meth:`Layers.load`)."""
         plan = state.get("plan")
         self.plan = None if plan is None else Plan.from_json(plan)
         self._looked = state.get("looked", False)
@@ -178,7 +183,7 @@ class Controller:
 
 
 def _broadcast(text: bytes, peers: Peers, device: torch.device) -> bytes:
-    """Rank 0's text, on all ranks."""
+    """Return rank 0's text on all ranks. A collective."""
     source = dist.get_global_rank(peers.group, 0) if peers.group is not None else 0
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
     dist.broadcast(length, source, group=peers.group)

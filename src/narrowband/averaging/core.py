@@ -1,19 +1,19 @@
-"""The core of averaging: tensors of all ranks become their means, compressed, step by step.
+"""The core of averaging: replace tensors by their means over all ranks, compressed, step by step.
 
-A place, such as a hook of DDP or a training loop, hands over groups of tensors as they become ready
-(:meth:`Averaging.feed`) and gets futures. The core knows the tensors by name; where they come from, and why in these
-groups, it does not know. In the engine's thread:
+The caller, such as a DDP hook or a training loop, passes groups of tensors as they become ready
+(:meth:`Averaging.feed`) and gets futures. The core knows the tensors by name, but not where they come from or why they
+are grouped as they are. On the engine's thread:
 
-* matrices of at least ``min_numel`` elements are encoded, exchanged and decoded tensor by tensor, so that the bytes do
-  not depend on how the place groups them, nor does the result with ``all_gather`` and ``scatter_reduce`` (an all-reduce
-  adds up in an order that the layout of a group decides);
-* everything else (biases, norms, small layers) is collected over all groups and travels in one all-reduce, just ahead
-  of the last group's payload;
-* with ``dgc`` momentum is applied here and not in the optimizer: what travels uncompressed gets the same momentum,
-  after its average, and so do steps in which nothing is compressed;
-* before anything of a step is sent, ranks make sure that they are about to do the same
-  (:mod:`~narrowband.averaging.agreement`);
-* a step is one transaction (:mod:`~narrowband.averaging.step`).
+* Matrices of at least ``min_numel`` elements are encoded, exchanged and decoded tensor by tensor. So the bytes do not
+  depend on the grouping, and with ``all_gather`` and ``scatter_reduce`` neither does the result. (The order in which an
+  all-reduce adds up depends on the layout of the group.)
+* All other tensors (biases, norms, small layers) are collected over all groups and travel in one all-reduce, just ahead
+  of the last group's payload.
+* With ``dgc``, momentum is applied here and not in the optimizer. Uncompressed tensors get the same momentum after they
+  were averaged, and so do all tensors in uncompressed steps.
+* Before anything of a step is sent, ranks check that they are about to do the same
+  (:mod:`~narrowband.averaging.agreement`).
+* A step is one transaction (:mod:`~narrowband.averaging.step`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BROKE_OFF", "Averaging", "is_in_backward"]
 
-#: What became of a step whose pass ended by an error of somebody else's, and what to do.
+#: The error text for a step whose backward pass ended early by an error outside of this library.
 BROKE_OFF = (
     "a step broke off while gradients were on their way, so ranks may have averaged different things; on all "
     "ranks call remove(), set compression up again, and go on from a checkpoint. (A DistributedDataParallel has to "
@@ -59,21 +59,21 @@ BROKE_OFF = (
 
 
 class Averaging:
-    """Averages tensors over ranks, step by step; see :class:`~narrowband.averaging.handle.Handle` for what users call.
+    """Averages tensors over ranks, step by step. :class:`~narrowband.averaging.handle.Handle` adds what users call.
 
     Args:
         parameters: name and tensor of everything whose gradient may be averaged, the same on all ranks.
-        norms: those of them that belong to normalization layers.
-        settings: how.
-        group: the ranks. The core borrows a process group of its own among them: other collectives come from other
-            threads, and must not slip between its own.
-        set_up: the function that users called to get here, and ``step``, what a step is called: for errors that name
-            what ranks disagree on.
-        inside: the ranks that hold the other parts of the same replica, where ranks have parts.
-        owners: the optimizer's own tensor of each parameter, where what is averaged is another one: a part of it.
-        later: runs a function when the pass that feeds tensors has ended, and returns True; or returns False where
-            there is no such moment. An error in an exchange is then raised there, and futures get NaN, so that the pass
-            can end its work. Without it, futures get the error.
+        norms: the tensors among these that belong to normalization layers.
+        settings: how to compress and average.
+        group: the ranks. The core borrows a process group of its own among them, because collectives that other threads
+            issue must not come between its own.
+        set_up: the name of the function that users called for the set-up, for errors about disagreement.
+        step: the name of the call that runs a step, for the same errors.
+        inside: the ranks that hold the parts of one replica, if replicas are sharded.
+        owners: the optimizer's own tensor of each parameter, if the tensors that are averaged are shards of these.
+        later: schedules a function for the end of the pass that feeds tensors, and returns True; or returns False if
+            there is no such pass. An error in an exchange is then raised at that time, and futures get NaN, so that the
+            pass can complete its work. Without ``later``, futures get the error.
     """
 
     def __init__(
@@ -101,17 +101,17 @@ class Averaging:
         self._removed = False
         self._epoch: int | None = None
         self._step = 0
-        self._current: Step | None = None  # the step whose groups are coming in
-        self._open_step: Step | None = None  # the step that the engine works on
+        self._current: Step | None = None  # the step whose groups are being fed
+        self._open_step: Step | None = None  # the step that the engine has not finished
         self._lock = threading.Lock()
         self._total, self._last = StepStats(), StepStats()
-        self._sent: dict[str, int] = {}  # bytes of each layer, in the last step that it was in
+        self._sent: dict[str, int] = {}  # bytes by layer, in the latest step that sent the layer
         self._errors: dict[str, float] = {}
         self._unread: list[_Unread] = []
         self._connect(group)
 
     def _connect(self, group: dist.ProcessGroup) -> None:
-        """Make all that depends on who the ranks are. A collective."""
+        """Create everything that depends on the group of ranks. A collective."""
         settings = self._settings
         ranks = dist.get_process_group_ranks(group)
         self.layers = Layers(
@@ -129,7 +129,7 @@ class Averaging:
         self._loan = borrow(group, device)
         self._peers = Peers.of(self._loan.group)
         everyone = self._peers
-        cpu = torch.device("cpu")  # where a group can send from there, comparing facts has nothing to do with a GPU
+        cpu = torch.device("cpu")  # if the group can send from there, comparing facts needs no GPU
         self._agreement = Agreement(everyone, cpu if can_send_from(everyone.group, cpu) else device)
         self.layers.warn_if_more()
         self._controller = Controller(settings.policy, self.layers, everyone)
@@ -144,7 +144,7 @@ class Averaging:
                 "converted to the same memory format before",
             )
             warm_up(kinds, settings.policy, device, everyone, self._agreement, self.layers.collectives)
-        except DisagreementError:  # all ranks know of it, and nothing is on its way in the group
+        except DisagreementError:  # raised on all ranks, so no message of the group is left on its way
             self._loan.give_back()
             raise
 
@@ -170,7 +170,7 @@ class Averaging:
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
     def _disconnect(self) -> None:
-        """Let go of the ranks, some of which may be gone: nothing is asked of them."""
+        """Release the group without a collective: some of its ranks may be gone."""
         self._loan.broken = True
         self._close()
         self._peers.close()
@@ -179,15 +179,19 @@ class Averaging:
     def _reconnect(
         self, group: dist.ProcessGroup, specs: Mapping[str, str], feedback: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
-        """Go on among other ranks, after :meth:`_disconnect`: at the same step, with these specs of layers and what
-        feedback had kept. A collective.
+        """Continue among other ranks after :meth:`_disconnect`, at the same step. A collective.
+
+        Args:
+            group: the new ranks.
+            specs: specs of layers that do not have the default.
+            feedback: the saved state of feedback.
         """
         self._connect(group)
         self.layers.load(specs, feedback)
         self._open_pairs()
 
     def _set_up_facts(self, call: str) -> Facts:
-        """Ranks that were set up differently would hang, or decode nonsense; find out now."""
+        """Return what ranks compare at set-up. Ranks with different settings would hang, or decode nonsense."""
         settings = self._settings
         return {
             "call": call,
@@ -203,10 +207,10 @@ class Averaging:
         }
 
     def _kinds(self) -> list[Compression]:
-        """What layers have or may get.
+        """Return all specs that layers have now or that the policy may give them.
 
         Raises:
-            ValueError: the policy may give layers what cannot be mixed.
+            ValueError: the policy has specs that cannot be mixed with the model's.
         """
         specs = [] if self._controller.policy is None else self._controller.policy.specs()
         specs += [] if self._controller.plan is None else list(self._controller.plan.specs().values())
@@ -229,30 +233,30 @@ class Averaging:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The handle's own, of the ranks that average."""
+        """The handle's own process group, of the ranks that average."""
         return self._peers.group
 
-    # ---- a step, for places ------------------------------------------------------------------------------------------
+    # ---- a step ------------------------------------------------------------------------------------------------------
 
     @property
     def in_step(self) -> bool:
-        """Whether groups of a step were fed, and its last group was not."""
+        """Whether some groups of a step were fed, but not its last one."""
         return self._current is not None
 
     def feed(
         self, buffer: Tensor, names: Sequence[str], *, last: bool, out: Tensor | None = None
     ) -> torch.futures.Future[Tensor]:
-        """Average a group of tensors that are ready. Groups are the same on all ranks, and come in the same order.
+        """Average a group of tensors. All ranks must feed the same groups in the same order.
 
         Args:
-            buffer: the tensors of these parameters, end to end, in one dtype; or one sparse tensor. Its content belongs
-                to the step until the future is resolved.
+            buffer: the tensors of these parameters, end to end, in one dtype; or one sparse tensor. The step owns the
+                buffer until the future is resolved.
             names: of the parameters.
             last: whether this group ends the step.
-            out: where the averages go, as long as the buffer; by default into it.
+            out: where to write the averages, of the same length as the buffer; by default into the buffer.
 
         Returns:
-            Resolved, with what holds the averages, when the whole step has been averaged.
+            A future. It is resolved with ``out`` or the buffer when the whole step has been averaged.
 
         Raises:
             UnsupportedError: the tensors have another dtype than at set-up.
@@ -276,7 +280,7 @@ class Averaging:
         return future
 
     def _check_dtype(self, buffer: Tensor, names: Sequence[str]) -> None:
-        """What was converted since set-up would travel uncompressed, past what feedback keeps."""
+        """Refuse tensors that were converted since set-up: they would travel uncompressed, and bypass feedback."""
         for first in names[:1]:
             dtype = self.layers.parameters.by_name[first].vector.dtype
             if buffer.dtype != dtype and not dtype.is_complex:  # complex gradients come as pairs of real numbers
@@ -286,7 +290,7 @@ class Averaging:
                 )
 
     def _step_facts(self) -> Facts:
-        """What a place has ranks compare before a step, beside what the core does."""
+        """Facts that a derived class adds to those that ranks compare before a step."""
         return {}
 
     def _new_step(self) -> Step:
@@ -319,22 +323,26 @@ class Averaging:
         return step
 
     def _delivers_all(self, *, in_backward: bool) -> bool:
-        """Whether the average of every tensor of the step that begins will count, whatever its gradient is.
+        """Whether the average of every tensor of the new step will be used, even if this rank's gradient is zero.
 
-        Where it may not, a rank whose gradient is zero has to send nothing, and keep its residual: which is asked of
-        the gradient, and waited for.
+        If not, a rank with a zero gradient must send nothing and keep its residual. To test the gradient for zero, the
+        host has to wait for the device.
         """
         return True
 
     def _settle(self, *, wait: bool = False) -> None:
-        """Learn what devices have found out of steps that the host did not wait for; of all, if it waits now."""
+        """Read the device's findings about steps for which the host did not wait, as far as they have arrived.
+
+        Args:
+            wait: whether to wait for all of them.
+        """
         with self._lock:
             unread, self._unread = self._unread, []
             for at, one in enumerate(unread):
                 if not one.has_arrived(wait=wait):
                     self._unread = unread[at:]
                     break
-                if one.is_damaged and not one.is_bad:  # of what is not finite there may be no payload
+                if one.is_damaged and not one.is_bad:  # a tensor that is not finite may have no valid payload
                     self._engine.post(_raise_damaged)
                 skipped = int(one.is_bad)
                 one.step.skipped += skipped
@@ -342,7 +350,7 @@ class Averaging:
 
     @property
     def _stopped_by(self) -> BaseException | None:
-        """What stopped the exchange. A step knows before the engine does, which is told when all is undone."""
+        """The error that stopped the exchange. The step has it first; the engine has it after the roll-back."""
         if self._engine.error is None and self._open_step is not None:
             return self._open_step.error
         return self._engine.error
@@ -350,13 +358,13 @@ class Averaging:
     def _refused(
         self, result: Tensor, future: torch.futures.Future[Tensor], cause: BaseException, *, last: bool
     ) -> torch.futures.Future[Tensor]:
-        """What a place gets in steps after one in which the exchange stopped."""
+        """Return a future for a group that is fed after the exchange stopped: NaN now, and an error at the end."""
 
         def stopped() -> None:
             raise RuntimeError(f"gradient exchange stopped at an earlier step: {cause}") from cause
 
         if last and not self._later(stopped):
-            stopped()  # there is nothing to leave half-done
+            stopped()  # no pass is running that would have to complete its work
         fill_with_nan(result)
         future.set_result(result)
         return future
@@ -375,18 +383,20 @@ class Averaging:
             self._total.add(step)
 
     def _count_sent(self, nbytes: int) -> None:
-        """Bytes that a place sent beside what the core sends, of the step that was finished last."""
+        """Add bytes that a derived class sent by itself to the statistics of the last finished step."""
         with self._lock:
             self._last.sent_bytes += nbytes
             self._total.sent_bytes += nbytes
 
     def _fail(self, error: BaseException) -> None:
-        """The engine broke."""
+        """Abandon the open step: the engine broke."""
         if self._open_step is not None:
             self._open_step.abandon(error)
 
     def _broke_off(self) -> bool:
-        """Whether a step was left in its middle: whoever feeds its tensors has gone, by an error of somebody else's."""
+        """Whether a step was left unfinished, because the pass that feeds its tensors ended by an error outside of this
+        library.
+        """
         return self.in_step and not is_in_backward()
 
     def _check_between_steps(self, what: str) -> None:
@@ -411,11 +421,11 @@ def is_in_backward() -> bool:
 
 
 class _Unread:
-    """What a device has found out of a step, on its way to the host.
+    """The device's findings about a step, which are being copied to the host.
 
     Args:
-        step: its statistics, which go into what is counted without this.
-        findings: of the step.
+        step: the step's statistics. They are in the totals already, except for what the findings add (``skipped``).
+        findings: the step's findings on the device.
     """
 
     def __init__(self, step: StepStats, findings: Findings) -> None:
@@ -429,14 +439,14 @@ class _Unread:
             self._values = places.clone()
 
     def has_arrived(self, *, wait: bool) -> bool:
-        """Whether the values are here."""
+        """Whether the values have arrived on the host."""
         if wait and self._event is not None:
             self._event.synchronize()
         return self._event is None or bool(self._event.query())
 
     @property
     def is_bad(self) -> bool:
-        """Whether something was not finite, on any rank."""
+        """Whether a tensor was not finite on any rank."""
         return bool(self._values[Findings.ANY])
 
     @property
@@ -455,7 +465,7 @@ def _call(method: Callable[[BaseException], None] | None, error: BaseException) 
 
 
 def _close(engine: Engine, *loans: Loan) -> None:
-    """End what a handle had for itself."""
+    """Release the engine and the borrowed process groups of a handle."""
     engine.close()
     broken = engine.error is not None or any(loan.broken for loan in loans)
     for loan in loans:

@@ -1,9 +1,9 @@
-"""Tensors end to end in one flat tensor, in which a place feeds them to the core of averaging.
+"""Flat tensors, in which several tensors lie end to end when they are fed to the core of averaging.
 
-In a flat tensor, as in DDP's buckets, the elements of a tensor have the order that they have in memory. In PyTorch's
-memory format channels_last that is another one than in a contiguous tensor. What two ranks send, or one rank in two
-steps, belongs together only if this order is the same. So it is taken once, at set-up, as the tensor's :class:`Form`,
-and ranks compare it there. Whatever becomes of the tensor's own strides later, its part stays as it was.
+In a flat tensor, as in a DDP bucket, the elements of a tensor have the same order as in memory. In the memory format
+channels_last this order differs from that of a contiguous tensor. Data of two ranks, or of one rank in two steps, fit
+together only if the order is the same. So the order is recorded once, at set-up, as the tensor's :class:`Form`, and
+ranks compare it there. Later changes of the tensor's own strides do not change its part of the flat tensor.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = [
     "rows_of",
 ]
 
-#: Groups have about so many bytes: as DDP's buckets, large enough for few messages, and small enough for the next group
-#: to be encoded while one is on its way.
+#: About how many bytes a group has. As with DDP's buckets, it is large enough for few messages, and small enough for
+#: the next group to be encoded while one is on its way.
 GROUP_NBYTES = 25 << 20
 
-#: Name in PyTorch → dimensions from the one whose elements are farthest apart.
+#: PyTorch's name → dimensions, from the largest stride to the smallest.
 _FORMATS = {"channels_last": (0, 2, 3, 1), "channels_last_3d": (0, 2, 3, 4, 1)}
 
 
 class Form(NamedTuple):
-    """How the elements of a tensor lie in its part of a flat one: without gaps.
+    """The layout of a tensor's elements in its part of a flat tensor, without gaps.
 
     Attributes:
         shape: of the tensor, with complex numbers as pairs of real ones.
@@ -53,13 +53,13 @@ class Form(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """How many elements the part has."""
         return math.prod(self.shape)
 
     @property
     def memory_format(self) -> str:
-        """The order of elements, by PyTorch's name for it if there is one. It is the same for two forms of one shape if
-        their elements lie in the same order.
+        """The order of elements, by PyTorch's name if there is one. Two forms of one shape have the same name if and
+        only if their elements are in the same order.
 
         Example:
             >>> weight = torch.empty(8, 4, 3, 3)
@@ -79,13 +79,13 @@ class Form(NamedTuple):
 
 
 def form_of(x: Tensor) -> Form:
-    """That in which a tensor lies in memory; row by row where it has gaps or overlaps there."""
+    """Return a tensor's layout in memory; row by row if it has gaps or overlaps there."""
     own = real(x.detach())
     return Form(own.shape, own.stride()) if _is_dense(own) else rows_of(own)
 
 
 def rows_of(x: Tensor) -> Form:
-    """Row by row, as in a contiguous tensor, wherever its elements lie in memory."""
+    """Return the row-by-row layout, as of a contiguous tensor, whatever the tensor's layout in memory."""
     shape = real(x.detach()).shape
     return Form(shape, torch.empty(shape, dtype=x.dtype, device="meta").stride())
 
@@ -93,11 +93,11 @@ def rows_of(x: Tensor) -> Form:
 def groups_of(
     tensors: Iterable[Tensor], *, alone: Callable[[Tensor], bool] = lambda _: False
 ) -> Iterator[list[Tensor]]:
-    """Those that travel at the same time: of one dtype, from the model's end to its beginning.
+    """Yield groups of tensors that travel at the same time: of one dtype, from the model's end to its beginning.
 
     Args:
         tensors: in the model's order.
-        alone: whether a tensor makes a group by itself.
+        alone: tells whether a tensor makes a group by itself.
     """
     group: list[Tensor] = []
     nbytes = 0
@@ -116,13 +116,13 @@ def groups_of(
 
 
 def empty_like(tensors: Sequence[Tensor]) -> Tensor:
-    """A flat tensor for tensors of one dtype, end to end; two elements for each complex one."""
+    """Allocate a flat tensor for tensors of one dtype, end to end; complex numbers take two elements each."""
     flat = torch.empty(sum(x.numel() for x in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
     return real(flat).view(-1)
 
 
 def parts_of(flat: Tensor, forms: Iterable[Form]) -> Iterator[Tensor]:
-    """The part of each tensor, in its shape."""
+    """Yield each tensor's part of a flat tensor, in the tensor's shape."""
     start = flat.storage_offset()
     for form in forms:
         yield flat.as_strided(form.shape, form.stride, start)
@@ -130,27 +130,27 @@ def parts_of(flat: Tensor, forms: Iterable[Form]) -> Iterator[Tensor]:
 
 
 def in_memory_order(x: Tensor) -> Tensor | None:
-    """All elements as a flat view, in the order in which they lie in memory; None where there are gaps or overlaps."""
+    """Return a flat view of all elements in memory order; None if there are gaps or overlaps."""
     return x.as_strided((x.numel(),), (1,)) if _is_dense(x) else None
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether it lies in memory without gaps and overlaps."""
+    """Whether a tensor has no gaps or overlaps in memory."""
     return _are_dense(x.shape, x.stride())
 
 
 @functools.lru_cache(maxsize=4096)
 def _are_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether strides leave no gaps and overlaps: empty_like keeps such strides, and no others."""
+    """Whether strides leave no gaps or overlaps: ``empty_like`` keeps such strides, and no others."""
     return torch.empty_like(torch.empty_strided(shape, stride, dtype=torch.float32, device="meta")).stride() == stride
 
 
 def local(x: Tensor) -> Tensor:
-    """A tensor itself; of a sharded one this rank's part. Detached."""
+    """Return the detached tensor; of a DTensor, this rank's shard."""
     whole = x.detach()
     return whole.to_local() if hasattr(whole, "to_local") else whole
 
 
 def real(x: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones."""
+    """Return a view of complex numbers as pairs of real ones; a real tensor as it is."""
     return torch.view_as_real(x) if x.is_complex() else x

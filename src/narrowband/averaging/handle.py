@@ -1,6 +1,6 @@
-"""What users hold: statistics, pause and resume, plans, checkpoints, and the end.
+"""The base class of handles: statistics, pause and resume, plans, checkpoints, and removal.
 
-:class:`Handle` adds to the core of averaging what is called between two steps. Places derive from it.
+:class:`Handle` adds to the core of averaging the methods that users call between two steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LOAD_ADVICE = (
 
 
 class Handle(Averaging):
-    """Averages tensors over ranks. ``repr(handle)`` says what it does and what it has saved."""
+    """Averages tensors over ranks. ``repr(handle)`` shows its settings and how much traffic it saved."""
 
     def __repr__(self) -> str:
         total, parameters = self.stats().total, self.layers.parameters
@@ -65,20 +65,20 @@ class Handle(Averaging):
         return f"{type(self).__name__}({', '.join(facts)})"
 
     def __reduce__(self) -> NoReturn:
-        """Copies and pickles are refused, in words."""
+        """Refuse copies and pickles, with an error that says what to do instead."""
         raise TypeError(
             f"a {type(self).__name__} belongs to one process and its group, so it is neither copied nor pickled: save "
             "handle.state_dict(), and load that into a handle of the other model"
         )
 
     def stats(self) -> Stats[StepStats]:
-        """Bytes, seconds and relative error: in total, and of the last finished step. On a GPU it waits for that."""
+        """Return bytes, seconds and relative error: in total, and of the last finished step. Waits for a GPU."""
         self._settle(wait=True)
         with self._lock:
             return Stats(StepStats(**vars(self._total)), StepStats(**vars(self._last)))
 
     def layer_stats(self) -> dict[str, LayerStats]:
-        """What becomes of each compressed parameter, by name. Call between steps; it reads all residuals once.
+        """Return statistics of each compressed parameter, by name. Call between steps; reads all residuals once.
 
         Raises:
             RuntimeError: called inside backward.
@@ -106,16 +106,15 @@ class Handle(Averaging):
         return found
 
     def log_dict(self, prefix: str = "") -> dict[str, float]:
-        """What a logger plots, as numbers by name: of the last step, and ``total_…`` since the start.
+        """Return numbers for a logger, by name: of the last step, and ``total_…`` since the start.
 
         Args:
-            prefix: before every name, such as ``"compression/"``.
+            prefix: put before every name, such as ``"compression/"``.
 
         Returns:
-            ``ratio`` (times less than uncompressed), ``sent_bytes`` and ``raw_bytes`` (of this rank),
-            ``waiting_seconds`` (between the end of backward's own work and the last average), ``relative_error`` (the
-            latest; not there before it was measured), ``residual_bytes``, ``total_ratio``, ``total_sent_bytes`` and
-            ``total_skipped_steps``.
+            ``ratio`` (raw / sent bytes), ``sent_bytes`` and ``raw_bytes`` (of this rank), ``waiting_seconds`` (between
+            the end of backward's own work and the last average), ``relative_error`` (the latest; missing until it was
+            measured), ``residual_bytes``, ``total_ratio``, ``total_sent_bytes`` and ``total_skipped_steps``.
 
         Example:
             >>> for name, value in handle.log_dict("compression/").items():
@@ -138,7 +137,7 @@ class Handle(Averaging):
 
     @property
     def residual_nbytes(self) -> int:
-        """Bytes of this rank's memory that feedback takes: residuals, velocities, factors. 0 before the first step."""
+        """Bytes of memory that feedback takes on this rank: residuals, velocities, factors. 0 before the first step."""
         return self.layers.residual_nbytes
 
     @property
@@ -157,9 +156,7 @@ class Handle(Averaging):
         return self._removed
 
     def pause(self) -> None:
-        """Average uncompressed from the next step on; the residuals stay until :meth:`resume`. Call on all
-        ranks.
-        """
+        """Average uncompressed from the next step on. Residuals are kept until :meth:`resume`. Call on all ranks."""
         self._paused = True
 
     def resume(self) -> None:
@@ -167,27 +164,27 @@ class Handle(Averaging):
         self._paused = False
 
     def remove(self) -> None:
-        """End compression. Call on all ranks, between steps, or after one that broke off.
+        """End compression. Call on all ranks, between steps, or after a step that broke off.
 
-        Residuals are dropped, so save :meth:`state_dict` before if you may want to go on. The process group, threads
-        and memory are given back; :meth:`stats` remains. When this object is garbage, the same happens by itself. (The
-        group is kept for the next one among the same ranks.)
+        Residuals are dropped, so save :meth:`state_dict` first if you may want to resume. The process group, threads
+        and memory are released; :meth:`stats` stays available. Garbage collection of this object does the same. (The
+        group is kept for the next handle among the same ranks.)
 
         Raises:
             RuntimeError: called inside backward.
-            DisagreementError: some rank does something else.
+            DisagreementError: another rank makes another call.
         """
         if self._removed:
             return
         broke_off = self._broke_off()
         if not broke_off and (self._open_step is None or not self._open_step.abandoned):
             self._check_between_steps("remove")
-        if broke_off:  # other ranks may be anywhere
+        if broke_off:  # other ranks may be in any call, so none can be compared with
             self._loan.broken = True
         elif self._engine.error is None:
             try:
                 self._agreement.now({"call": "remove"}, ADVICE)
-            except RuntimeError as error:  # a rank that has gone already is no reason to stay
+            except RuntimeError as error:  # go on even if other ranks have gone
                 self._loan.broken = True
                 log.warning("remove: other ranks could not be asked: %s", error)
         self._removed = True
@@ -196,8 +193,8 @@ class Handle(Averaging):
         self.layers.clear()
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell a warm-up that counts epochs which one begins, from 0 on, as a DistributedSampler is told. Call on all
-        ranks.
+        """Set the epoch that begins, from 0 on, for a warm-up that counts epochs; as ``DistributedSampler.set_epoch``.
+        Call on all ranks.
         """
         epoch = whole_number("epoch", epoch)
         if epoch < 0:
@@ -205,16 +202,16 @@ class Handle(Averaging):
         self._epoch = epoch
 
     def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
-        """Compress some layers otherwise than the rest, from the next step on. Call on all ranks, between steps.
+        """Give some layers specs of their own, from the next step on. Call on all ranks, between steps.
 
-        Residuals stay, and so do warm-started factors: a smaller rank leaves columns out, a larger one draws new
-        ones.
+        Residuals are kept, and so are warm-started factors: a smaller PowerSGD rank drops columns, a larger one draws
+        new ones.
 
         Args:
-            specs: parameter name → spec, of the model's kind or another. Where the model has feedback, every layer has
-                it, and it can be left out; its residual moves along. With ``ef21`` all layers have that. With
-                ``dgc`` only ``topk`` will do, as in ``"topk:density=0.01"``, and no layer sends less than the rest does
-                while that warms up. A later call adds to an earlier one.
+            specs: parameter name → spec, with the model's codec or another one. If the model has feedback, every layer
+                has feedback; a spec may omit it, and residuals move along. With ``ef21``, all layers have ``ef21``.
+                With ``dgc``, only ``topk`` is allowed, as in ``"topk:density=0.01"``, and during the warm-up no layer
+                sends less than the rest does. A later call adds to earlier ones.
 
         Raises:
             ValueError: a name that is not compressed, or a spec that cannot be mixed with the model's.
@@ -230,16 +227,17 @@ class Handle(Averaging):
 
     @property
     def plan(self) -> Plan | None:
-        """What was decided last, or given; None before and without."""
+        """The plan that was decided last, or given at set-up; None if there is none."""
         return self._controller.plan
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on to the bit. Every rank has its own: save one file per rank.
+        """Return all that a run needs to resume bit for bit. The state differs by rank: save one file per rank.
 
-        Under DDP among more than two ranks, sums of an all-reduce, as with ``none``, ``fp16`` and ``bf16``, may differ
-        in the last bits: a resumed process begins with DDP's first layout of buckets, on which their order depends.
+        Exception: under DDP among more than two ranks, sums of an all-reduce (``none``, ``fp16`` and ``bf16``) may
+        differ in the last bits. Their order depends on DDP's buckets, and a resumed process begins with DDP's first
+        layout of buckets.
 
-        Tensors are those in use, not copies; save or clone them before the next step.
+        Tensors in the state are those in use, not copies; save or clone them before the next step.
         """
         self._check_between_steps("state_dict")
         return {
@@ -261,7 +259,8 @@ class Handle(Averaging):
 
     @property
     def stateful(self) -> Saved:
-        """What ``torch.distributed.checkpoint`` saves and loads, beside model and optimizer, on as many ranks.
+        """The object that ``torch.distributed.checkpoint`` saves and loads, beside model and optimizer, on the same
+        number of ranks; for another number, see :meth:`load_saved`.
 
         Example:
             >>> import torch.distributed.checkpoint as dcp
@@ -273,34 +272,34 @@ class Handle(Averaging):
         return Saved(self)
 
     def load_saved(self, folder: str | PathLike[str], key: str = "handle") -> None:
-        """Go on from what ``dcp.save`` wrote of :attr:`stateful`, on any number of ranks. Call on all ranks.
+        """Load what ``dcp.save`` wrote of :attr:`stateful`, on any number of ranks. Call on all ranks.
 
         Args:
-            folder: of the checkpoint.
-            key: the name that it was saved under.
+            folder: the checkpoint's folder.
+            key: the name that :attr:`stateful` was saved under.
 
         Raises:
-            ValueError: it is not there, or as :meth:`load_state_dict`.
+            ValueError: there is no such state, or the errors of :meth:`load_state_dict`.
         """
         from narrowband.averaging.saved import states_in
 
         self.load_state_dict(states_in(folder, key, self))
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where :meth:`state_dict` was taken. Call on all ranks.
+        """Resume from what :meth:`state_dict` returned. Call on all ranks.
 
-        A transaction: states are checked on every rank, and ranks compare what they are about to load, before anything
-        changes. If any rank cannot load its state, or ranks have states of different steps, all of them raise.
+        This is a transaction. Before anything changes, every rank checks its state, and ranks compare what they are
+        about to load. If any rank cannot load its state, or the ranks have states of different steps, all of them
+        raise.
 
         Args:
-            state: this rank's own state, or a list with the states of all ranks there were. If there are as many ranks
-                now, each takes its own from the list. After a change of their number, the sum of their residuals is
-                shared evenly among the ranks there are. (With ``ef21`` every rank starts with what all
-                ranks had in common.)
+            state: this rank's own state, or a list with the states of all former ranks. If there are as many ranks as
+                then, each takes its own from the list. Otherwise the sum of the residuals is shared evenly among the
+                present ranks. (With ``ef21``, every rank starts with what all ranks had in common.)
 
         Raises:
-            ValueError: the state of another rank, number of ranks or model, one that lacks something or holds what
-                cannot be, states of different moments, or residuals without a feedback to hold them.
+            ValueError: a state of another rank, number of ranks or model; an incomplete or invalid state; states of
+                different steps; or residuals in a model without feedback.
             RuntimeError: called inside backward, or after an exchange broke off.
         """
         self._check_between_steps("load_state_dict")
@@ -309,7 +308,7 @@ class Handle(Averaging):
                 f"load_state_dict: the exchange stopped at an earlier step ({self._engine.error}); start all ranks "
                 "again, and load the state there"
             ) from self._engine.error
-        # A list is the same on all ranks; what is wrong within it each finds out by itself.
+        # The list is the same on all ranks, so all of them raise if it is invalid, without telling each other.
         given: Any = state
         of_all = isinstance(given, Iterable) and not isinstance(given, (Mapping, str, bytes))
         states = states_of_all_ranks(list(given), self._state_facts) if of_all else None
@@ -318,7 +317,7 @@ class Handle(Averaging):
         try:
             mine, residuals = self._loadable(state) if states is None else self._loadable_of_all(states)
             facts = {**facts, "problem": "none", **self._state_facts(mine)}
-        except Exception as problem:  # whatever a state holds: the other ranks are waiting
+        except Exception as problem:  # of any kind: other ranks wait in the comparison below
             error = (
                 problem if isinstance(problem, ValueError) else ValueError(f"the state cannot be loaded: {problem!r}")
             )
@@ -335,15 +334,15 @@ class Handle(Averaging):
         self._step, self._epoch = mine["step"], mine["epoch"]
         self._paused = mine["paused"]
         self._seed = mine["seed"]
-        self._loss_scale.value = mine["loss_scale"] or 1.0  # older states have None for gradients that were not scaled
+        self._loss_scale.value = mine["loss_scale"] or 1.0  # None in older states: gradients were not scaled
         self._total, self._last, self._sent, self._errors, self._unread = StepStats(), StepStats(), {}, {}, []
 
     def _state_facts(self, state: Mapping[str, Any]) -> Facts:
-        """What has to be the same in the states that ranks load."""
+        """Return what must be equal in the states that ranks load."""
         return facts_of(state)
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
-        """The state of this rank, and its residuals, if both can be loaded."""
+        """Return this rank's state and residuals, after checking that both can be loaded."""
         mine = check_state(state)
         here, there = (self._peers.rank, self._peers.size), (mine["rank"], mine["world_size"])
         if here != there:
@@ -359,7 +358,9 @@ class Handle(Averaging):
     def _loadable_of_all(
         self, states: Sequence[Mapping[str, Any]]
     ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
-        """The same from the states of all ranks: this rank's own, if there are as many as there were."""
+        """The same for the states of all former ranks: this rank's own if the number of ranks is unchanged, else merged
+        residuals.
+        """
         if len(states) == self._peers.size:
             return self._loadable(states[self._peers.rank])
         for state in states:

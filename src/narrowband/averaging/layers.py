@@ -1,7 +1,7 @@
-"""What each layer of a model is compressed with: codec, feedback and collective.
+"""The codec, feedback and collective of each layer of a model.
 
-At first all layers have the model's default. A plan overrides it for some layers, between any two steps; a layer's
-residual then moves along to its new feedback.
+At first all layers have the model's default. Between any two steps, a plan may override it for some layers. A layer's
+residual then moves to its new feedback.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What one tensor is sent with.
+    """How one tensor is sent.
 
     Attributes:
-        codec: what it is encoded with.
-        state: what stays between two steps; None without feedback.
-        collective: how payloads travel.
+        codec: encodes it.
+        state: the feedback state that is kept between steps; None without feedback.
+        collective: exchanges the payloads.
     """
 
     codec: Codec
@@ -53,7 +53,7 @@ class Layer:
 
     @property
     def feedback(self) -> Feedback | None:
-        """The state, where it takes part in encoding."""
+        """The state, if it takes part in encoding; else None."""
         return self.state if isinstance(self.state, Feedback) else None
 
 
@@ -62,14 +62,14 @@ class Layers:
 
     Args:
         parameters: name and tensor of each parameter of the model, in its order.
-        norms: those that belong to normalization layers; they count as small.
-        default: what all layers have that no plan overrides.
+        norms: the parameters that belong to normalization layers; they count as small.
+        default: codec and feedback of all layers that no plan overrides.
         min_numel: parameters with fewer elements are small.
         small: ``uncompressed``, ``fused`` or a codec, see :func:`~narrowband.compress_gradients`.
-        early_nbytes: from how many bytes on a vector of small parameters goes before backward ends.
+        early_nbytes: vectors of small parameters with at least this many bytes may be sent before backward ends.
         collective: the one to use, or ``auto``.
         size: number of ranks.
-        rank: this one; rank 0 logs warnings for all.
+        rank: this rank; rank 0 logs warnings for all.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Layers:
         self._size = size
         self._rank = rank
         self.state = default.new_feedback()
-        self._other_states: dict[str, State] = {}  # of other kinds of feedback, by name, once a layer needs them
+        self._other_states: dict[str, State] = {}  # other kinds of feedback, by name, created when a layer needs them
         self._overrides: dict[str, Compression] = {}
-        self._override_texts: dict[str, str] | None = None  # until the next change
+        self._override_texts: dict[str, str] | None = None  # a cache; None after a change
         self._warned: set[str] = set()
         self._noted = False
         self._goes_ahead: bool | None = None
@@ -106,7 +106,7 @@ class Layers:
         self._prepare()
 
     def warn_once(self, message: str) -> None:
-        """Log what holds on all ranks, on one of them, and only the first time."""
+        """Log a warning that holds on all ranks, on rank 0 only, and only the first time."""
         if self._rank == 0 and message not in self._warned:
             log.warning("%s", message)
         self._warned.add(message)
@@ -115,27 +115,27 @@ class Layers:
 
     @property
     def observer(self) -> State | None:
-        """The state, if it has to observe everything that is averaged."""
+        """The default's state, if it must observe all averages, also uncompressed ones (as ``dgc``); else None."""
         return self.state if self.state is not None and self.state.observes_uncompressed else None
 
     @property
     def exact(self) -> bool:
-        """Whether no codec loses anything, so that feedback has nothing to do."""
+        """Whether no codec is lossy, so that feedback has nothing to do."""
         return self.default.codec.exact and not self._overrides
 
     @property
     def stateful(self) -> bool:
-        """Whether steps are transactions: whether there is any feedback."""
+        """Whether there is any feedback, so that steps are transactions."""
         return self.state is not None
 
     @property
     def incremental(self) -> bool:
-        """Whether payloads are changes of what all ranks hold; then all layers' are."""
+        """Whether payloads are increments to a state that all ranks hold (``ef21``); true of all layers or of none."""
         return self.state is not None and self.state.incremental
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether a step can be decided where the tensors are, see :class:`~narrowband.kernels.Findings`."""
+        """Whether the device can decide about a step's commit, see :class:`~narrowband.kernels.Findings`."""
         if self._goes_ahead is None:
             self._goes_ahead = self._can_go_ahead()
         return self._goes_ahead
@@ -153,24 +153,24 @@ class Layers:
 
     @property
     def states(self) -> dict[str, State]:
-        """All that stays between steps, by name; the state of the default is ''."""
+        """All feedback states, by name; the name of the default's state is ''."""
         return ({} if self.state is None else {"": self.state}) | self._other_states
 
     def spec_for(self, name: str) -> Compression:
-        """What a layer is compressed with from the next step on."""
+        """Return a layer's codec and feedback from the next step on."""
         return self._overrides.get(name, self.default)
 
     def layer(self, name: str, codec: Codec) -> Layer:
-        """What a layer is sent with in a step whose default codec is ``codec``: that changes while a spec warms up."""
+        """Return how a layer is sent in a step whose default codec is ``codec`` (it changes while a spec warms up)."""
         return self._layer(self._overrides.get(name), codec)
 
     def vector(self, codec: Codec) -> Layer:
-        """The same of the vectors of small parameters."""
+        """The same for the vectors of small parameters."""
         fused = self._small_codec
         return self._layer(None if fused is None else Compression(fused, self.default.feedback), codec)
 
     def uncompressed(self) -> Layer:
-        """What everything is sent with in a step that is not compressed, where feedback has to observe it."""
+        """Return how everything is sent in an uncompressed step that feedback has to observe."""
         return Layer(Identity(), self.state, collective("all_reduce"))
 
     def _layer(self, override: Compression | None, codec: Codec) -> Layer:
@@ -189,28 +189,28 @@ class Layers:
         return self._other_states[name]
 
     def collective_for(self, chosen: Compression) -> type[Exchange]:
-        """How payloads of this kind travel."""
+        """Return the collective for payloads of this codec and feedback."""
         return self._collectives.of(chosen)
 
     @property
     def traffic(self) -> Traffic:
-        """What tells a policy how many bytes its choices would send here."""
+        """An object that tells a policy how many bytes its choices would send among these ranks."""
         return Traffic(self._size, self.default, self._collective)
 
     @property
     def collectives(self) -> set[type[Exchange]]:
-        """All that layers travel by."""
+        """The collectives that layers use."""
         return {self.collective_for(chosen) for chosen in (self.default, *self._overrides.values())}
 
     def open_pairs(self, peers: Peers) -> None:
-        """Let ranks send to each other, if that is how layers travel among them."""
+        """Open point-to-point connections between ranks if a collective of the layers uses them."""
         if any(kind.uses_pairs(peers.size) for kind in self.collectives):
             peers.open_pairs(self.parameters.device)
 
     # ---- plans -------------------------------------------------------------------------------------------------------
 
     def set(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
-        """Override the default for these layers; all or nothing.
+        """Override the default for these layers: for all of them, or on an error for none.
 
         Raises:
             ValueError: a name that is no layer, or a spec that this model cannot mix with its own.
@@ -238,14 +238,14 @@ class Layers:
             )
 
     def all_beside(self, specs: Iterable[tuple[str, str | Codec | Compression | Method]]) -> list[Compression]:
-        """What layers can have beside the default, what others have, and each other."""
+        """Check that layers' specs can be mixed with the default, the other layers and each other, and return them."""
         return self._all_beside(specs, self.states)[0]
 
     def _all_beside(
         self, specs: Iterable[tuple[str, str | Codec | Compression | Method]], states: Mapping[str, State]
     ) -> tuple[list[Compression], dict[str, State]]:
-        """What layers can have, see :func:`~narrowband.averaging.mixing.spec_beside`, where these states are there; and
-        the states that then are there.
+        """Return the specs that layers get in a model with these states, see
+        :func:`~narrowband.averaging.mixing.spec_beside`; and the states after that.
         """
         chosen, there = [], dict(states)
         for name, spec in specs:
@@ -256,7 +256,7 @@ class Layers:
         return chosen, there
 
     def _prepare(self) -> None:
-        """Choose the layers' collectives, make room for feedback, and log notes about both."""
+        """Choose the layers' collectives, allocate feedback, and log the feedback's first note."""
         layers: list[tuple[Compression, Shape]] = []
         layouts: dict[int, list[Layout]] = {id(state): [] for state in self.states.values()}
         for p, parameter in reversed(self.parameters.by_tensor.items()):  # about the order in which gradients come
@@ -269,7 +269,7 @@ class Layers:
                 layout = Layout(parameter.name, chosen.codec, parameter.shape, p.device)
                 layouts.setdefault(id(state), []).append(layout)
         self._collectives = LayerCollectives(layers, self._size, asked=self._collective)
-        self._goes_ahead = None  # until it is asked
+        self._goes_ahead = None  # computed when asked for
         for state in self.states.values():
             state.reserve(layouts[id(state)])
             note = state.note(layouts[id(state)], whole=not self._overrides)
@@ -278,7 +278,7 @@ class Layers:
                 self.warn_once(note)
 
     def warn_if_more(self) -> None:
-        """Log where more would be sent than without compression."""
+        """Warn if the default sends more than no compression would."""
         size = self._size
         layers = [(p, parameter.shape) for p, parameter in self.parameters.by_tensor.items() if parameter.compressed]
         if size == 1 or not layers or self.exact or not self.default.codec.fixed_size:
@@ -295,7 +295,7 @@ class Layers:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def identity(self) -> Facts:
-        """What has to be the same on all ranks."""
+        """Return what must be equal on all ranks."""
         return {
             "spec": str(self.default),
             "small": str(self._small_codec or ("fused" if self.fuses_small else "uncompressed")),
@@ -311,12 +311,12 @@ class Layers:
 
     @property
     def memory_formats(self) -> dict[str, str]:
-        """Those of what is not contiguous, by name: the order in which residuals have their elements."""
+        """The memory formats of parameters that are not contiguous, by name. Residuals have the same element order."""
         formats = {p.name: p.form.memory_format for p in self.parameters.by_name.values()}
         return {name: memory_format for name, memory_format in formats.items() if memory_format != "contiguous"}
 
     def override_texts(self) -> dict[str, str]:
-        """The specs of layers that do not have the default, as a plan names them."""
+        """Return the specs of layers that do not have the default, by name, as a plan writes them."""
         if self._override_texts is None:
             self._override_texts = {name: str(as_choice(override)) for name, override in self._overrides.items()}
         return dict(self._override_texts)
@@ -329,10 +329,10 @@ class Layers:
     def merged(
         self, states: Sequence[Mapping[str, Mapping[str, Tensor]]], saved_with: str
     ) -> dict[str, dict[str, Tensor]]:
-        """What every rank goes on with, from what all former ranks kept under each state's name.
+        """Merge the saved feedback of all former ranks into what each present rank starts with, by state name.
 
         Raises:
-            ValueError: it was kept by another kind of feedback.
+            ValueError: it was saved by a kind of feedback that cannot be converted.
         """
         for state in states:
             self._check_kind(state, saved_with)
@@ -349,16 +349,17 @@ class Layers:
         saved_with: str,
         formats: Mapping[str, str] | None,
     ) -> None:
-        """Raise ValueError unless :meth:`load` can take all of this; nothing changes.
+        """Raise ValueError unless :meth:`load` can take all of this. Changes nothing.
 
         Args:
             specs: of layers.
-            saved: feedback, under each state's name.
-            saved_with: the spec of the model.
-            formats: :attr:`memory_formats` when it was saved; None where that is not known.
+            saved: the saved feedback, by state name.
+            saved_with: the model's default spec at that time.
+            formats: :attr:`memory_formats` at that time; None if unknown.
 
         Raises:
-            ValueError: residuals that nothing here could send, of another model, or with values that are none.
+            ValueError: residuals without a feedback here that could send them, residuals of another model, or invalid
+                values.
         """
         self._check_kind(saved, saved_with)
         if self.state is None and any(saved.values()):
@@ -378,7 +379,7 @@ class Layers:
                 raise ValueError(f"the state holds residuals of {name}, and no layer here has that feedback")
 
     def load(self, specs: Mapping[str, str], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on with these specs, and the saved feedback under each state's name; :meth:`check_load` has seen both."""
+        """Resume with these specs and the saved feedback by state name. Call :meth:`check_load` on both before."""
         device = self.parameters.device
         self._overrides, self._other_states = {}, {}
         self.set(specs)
@@ -386,12 +387,12 @@ class Layers:
             state.load_state_dict({key: value.to(device) for key, value in saved.get(name, {}).items()})
 
     def clear(self) -> None:
-        """Give the memory back that feedback takes."""
+        """Free the memory that feedback takes."""
         self.state = self.default.new_feedback()
         self._other_states.clear()
 
     def _check_kind(self, saved: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
-        """Raise ValueError where a state is there that no feedback of this kind can go on with."""
+        """Raise ValueError if the saved feedback is incremental and the model's is not, or the other way round."""
         before = compression(saved_with).feedback
         if self.state is None or before is None or before.incremental == self.incremental or not any(saved.values()):
             return
@@ -401,7 +402,7 @@ class Layers:
         )
 
     def _check_formats(self, saved: Mapping[str, str]) -> None:
-        """Raise ValueError where a residual has its elements in another order."""
+        """Raise ValueError if a saved residual has another order of elements than the parameter here."""
         here = self.memory_formats
         for name in {**saved, **here}:
             was, now = (formats.get(name, "contiguous") for formats in (saved, here))
@@ -413,7 +414,7 @@ class Layers:
                 )
 
     def _check_fits(self, state: State, saved: Mapping[str, Tensor]) -> None:
-        """Raise ValueError where a tensor has a size that no state of this model can have."""
+        """Raise ValueError if a saved tensor has a size that does not belong to this model."""
         layers = {p.name: p.shape.numel() for p in self.parameters.by_name.values() if p.compressed}
         layers |= {vector.key: n for vector, n in self.parameters.vectors.items() if vector.compressed}
         others = {p.name: p.shape.numel() for p in self.parameters.by_name.values() if p.name not in layers}

@@ -1,4 +1,4 @@
-"""The unit of gradients in mixed-precision training: a gradient times the loss scale."""
+"""The loss scale, by which gradients are multiplied in mixed-precision training."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["LossScale"]
 
 
 class LossScale:
-    """Follows the scale of a scaler, and keeps residuals in the unit of the gradients.
+    """Follows the scale of a gradient scaler, and keeps residuals in the unit of the scaled gradients.
 
     Args:
-        scaler: None: gradients are not scaled, as if the scale were 1.
+        scaler: the gradient scaler; None if gradients are not scaled, which is a scale of 1.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler
-        #: The scale that residuals have: that of the last step, and 1 before the first, when there are none.
+        #: The scale of the residuals: that of the last step; 1 before the first step, when there are no residuals.
         self.value = 1.0
 
     def update(self, states: Iterable[State]) -> None:
-        """Multiply residuals by the change of the scale since the last step, which may be one before a checkpoint."""
-        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # which is 1 if it is switched off
+        """Multiply residuals by the change of the scale since the last step, which may have been before a resume."""
+        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # 1 if the scaler is disabled
         if self.value != scale:
             for state in states:
                 state.scale(scale / self.value)

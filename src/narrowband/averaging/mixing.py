@@ -1,4 +1,4 @@
-"""Which specs the layers of one model can have beside each other."""
+"""Check which specs may be mixed in one model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["codec_like", "for_gradients", "spec_beside"]
 
 
 def for_gradients(spec: str | Codec | Compression | Method) -> Compression:
-    """What a spec names, if gradients can be compressed with it.
+    """Return the codec and feedback of a spec, if it can compress gradients.
 
     Raises:
-        UnsupportedError: it is for something else.
+        UnsupportedError: the spec is for something else, such as activations.
     """
     chosen = compression(spec)
     if chosen.feedback is not None and chosen.feedback.per_sample:
@@ -34,10 +34,11 @@ def for_gradients(spec: str | Codec | Compression | Method) -> Compression:
 
 
 def codec_like(default: Compression, spec: str | Codec | Compression | Method, name: str) -> Codec:
-    """The codec of a spec for a part of a model, which may differ from the model's default in its codec's numbers only.
+    """Return the codec of a spec for a part of a model. It may differ from the model's default only in the codec's
+    settings.
 
     Raises:
-        ValueError: a spec of another kind.
+        ValueError: the spec has another codec, or another feedback.
     """
     layer = for_gradients(spec)
     same_codec = type(layer.codec) is type(default.codec)
@@ -60,18 +61,18 @@ def spec_beside(
     collective: Collective | Literal["auto"],
     states: Mapping[str, State],
 ) -> Compression:
-    """What a layer can have in a model with this default: the spec, with the model's feedback where it names none.
+    """Return a layer's spec in a model with this default, with the model's feedback if the spec names none.
 
     Args:
         default: of the model.
         name: of the layer, for errors.
-        spec: wanted for the layer.
+        spec: the layer's wanted spec.
         collective: the one that users ask for.
-        states: feedback states of the model, by name; that of the default is ''.
+        states: the model's feedback states, by name; the name of the default's state is ''.
 
     Raises:
-        ValueError: it cannot have that.
-        UnsupportedError: no gradient can.
+        ValueError: the layer cannot have this spec in this model.
+        UnsupportedError: the spec is not for gradients.
     """
     layer = for_gradients(spec)
     if layer == default:
@@ -97,7 +98,7 @@ def spec_beside(
 
 
 def _check_feedback(default: Compression, name: str, layer: Compression, states: Mapping[str, State]) -> None:
-    """Raise ValueError unless a layer with this feedback can be in a model with these."""
+    """Raise ValueError unless a layer can have this feedback in a model with this default and these states."""
     assert layer.feedback is not None
     assert default.feedback is not None
     if not layer.feedback.mixes:

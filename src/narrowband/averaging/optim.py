@@ -1,4 +1,4 @@
-"""Optimizers: what they may still do when momentum comes before the wire, and which of their steps is none."""
+"""Optimizers: SGD and checks for momentum that is applied before the wire, and detection of dummy steps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["DGCSGD", "check_momentum", "only_makes_state"]
 
 
 class DGCSGD(torch.optim.Optimizer):
-    """SGD for gradients that have their momentum already (``dgc``, arXiv 1712.01887); only weight decay gets it here.
+    """SGD for gradients that already have momentum (``dgc``, arXiv 1712.01887). Only weight decay gets momentum here.
 
-    With weight decay w and momentum m, SGD's velocity is m·u + (g + w·p). Two velocities add up to the same: that of
-    the gradients, which ``dgc`` keeps before the wire, and that of w·p, which no rank needs to send. So the same
-    ``momentum`` and ``weight_decay`` as for :class:`torch.optim.SGD` train by the same rule.
+    With weight decay w and momentum m, SGD's velocity is m·u + (g + w·p). It is the sum of two velocities: that of the
+    gradients, which ``dgc`` keeps before the wire, and that of w·p, which no rank needs to send. So the same
+    ``momentum`` and ``weight_decay`` as for :class:`torch.optim.SGD` give the same update rule.
 
     Args:
         params: as for any optimizer.
         lr: the learning rate.
-        momentum: that of the spec; used for weight decay alone.
+        momentum: the spec's momentum; used for weight decay only.
         weight_decay: as SGD's.
-        nesterov: that of the spec.
+        nesterov: the spec's ``nesterov``.
 
     Raises:
         ValueError: a number out of range.
@@ -55,7 +55,7 @@ class DGCSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what the closure does."""
+        """Make a step. Returns the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -85,9 +85,9 @@ class DGCSGD(torch.optim.Optimizer):
 
 
 def check_momentum(optimizer: torch.optim.Optimizer, method: State, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError unless the momentum of these parameters is the method's, once.
+    """Raise ValueError unless these parameters get the method's momentum exactly once.
 
-    A method without momentum leaves it to the optimizer.
+    A method without momentum leaves momentum to the optimizer, and nothing is checked.
     """
     if not method.momentum:
         return
@@ -114,12 +114,12 @@ def check_momentum(optimizer: torch.optim.Optimizer, method: State, parameters: 
 
 
 def only_makes_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
-    """Whether a step is none of training: ``torch.distributed.checkpoint.state_dict`` has an optimizer without a state
-    make one, by ``step(closure=None)`` at a learning rate of 0, before it saves or loads it.
+    """Whether a step only initializes the optimizer's state: ``torch.distributed.checkpoint.state_dict`` calls
+    ``step(closure=None)`` at a learning rate of 0 for an optimizer without state, before it saves or loads that.
 
     Args:
-        optimizer: that steps.
-        options: what its ``step`` was given by name, as hooks of optimizers are told.
+        optimizer: the optimizer that steps.
+        options: keyword arguments of its ``step``, as optimizer hooks get them.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.0)

@@ -1,4 +1,4 @@
-"""The tensors that are averaged: which are layers, each compressed by itself, and which are small."""
+"""Divide the tensors that are averaged into layers, each compressed by itself, and small parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["COMPRESSIBLE", "Parameter", "Parameters", "Vector", "norms_of", "ref
 
 log = logging.getLogger(__name__)
 
-#: What codecs take.
+#: The dtypes that codecs take.
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 _NORMS = (
@@ -39,10 +39,10 @@ class Vector(NamedTuple):
     a resumed run adds them up in the same order.
 
     Attributes:
-        dtype: of all of them.
-        compressed: whether they are compressed as one.
-        early: whether it goes as soon as the last of them is there. Others go at the end of backward, and say in the
-            same message whether all that was encoded is finite.
+        dtype: of all its parameters.
+        compressed: whether the vector is compressed as one tensor.
+        early: whether it is sent as soon as its last parameter has arrived. Other vectors are sent at the end of
+            backward. Their message also carries the flag that all encoded tensors are finite.
     """
 
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Vector(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Names its feedback state."""
+        """The name of the vector in feedback states."""
         return f"({self.dtype})"
 
 
@@ -60,13 +60,13 @@ class Parameter:
     """One tensor that is averaged.
 
     Attributes:
-        name: in the model.
-        index: among the model's parameters.
-        shape: its own; of a sharded one that of this rank's part.
-        form: how that lies in flat tensors.
+        name: its name in the model.
+        index: its index among the model's parameters.
+        shape: its shape; of a sharded parameter, the shape of this rank's shard.
+        form: its layout in flat tensors.
         compressed: whether it is a layer; otherwise it is small.
-        vector: that of the small parameters it travels with, if it is small.
-        at: where it lies in that.
+        vector: if it is small: the vector that it travels in.
+        at: if it is small: where it begins in the vector, in elements.
     """
 
     name: str
@@ -79,19 +79,19 @@ class Parameter:
 
 
 class Parameters:
-    """All parameters that need a gradient.
+    """All parameters that require a gradient.
 
     Args:
         named: name and tensor of each parameter of the model, in its order.
-        norms: those that belong to normalization layers; they count as small.
+        norms: the parameters that belong to normalization layers; they count as small.
         min_numel: parameters with fewer elements are small.
         fuse_small: whether small parameters are compressed as one vector.
-        early_nbytes: from how many bytes on a vector of small parameters goes before backward ends.
+        early_nbytes: vectors of small parameters with at least this many bytes may be sent before backward ends.
 
     Attributes:
         by_tensor: tensor → parameter, in the model's order.
         by_name: name → parameter.
-        vectors: how many elements each vector of small parameters has.
+        vectors: vector of small parameters → how many elements it has.
     """
 
     def __init__(
@@ -120,33 +120,33 @@ class Parameters:
             self.by_tensor[p] = Parameter(name, index, shapes[p], form_of(local(p)), compressed, vector, at)
         self.by_name = {parameter.name: parameter for parameter in self.by_tensor.values()}
         meshes = {getattr(p, "device_mesh", None) for p in self.by_tensor}
-        self._meshes = meshes - {None} or meshes  # of shards, if there are any
+        self._meshes = meshes - {None} or meshes  # if some parameters are sharded, only their meshes
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all layers, by name."""
+        """The shapes of all layers, by name."""
         return {p.name: tuple(p.shape) for p in self.by_tensor.values() if p.compressed}
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """How many elements all parameters have."""
         return sum(parameter.shape.numel() for parameter in self.by_tensor.values())
 
     @property
     def compressed_numel(self) -> int:
-        """Elements of all layers."""
+        """How many elements all layers have."""
         return sum(parameter.shape.numel() for parameter in self.by_tensor.values() if parameter.compressed)
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of the parameters."""
         return next((p.device for p in self.by_tensor), torch.device("cpu"))
 
     def leave_uncompressed(self, names: Collection[str]) -> None:
-        """Have these small tensors travel apart from those that are compressed as one vector.
+        """Take small tensors out of the vector that is compressed, so that they travel uncompressed.
 
         Args:
-            names: of small tensors; what is no small tensor stays as it is.
+            names: of small tensors; names of layers are ignored.
         """
         self.vectors.clear()
         for x, own in self.by_tensor.items():
@@ -158,14 +158,14 @@ class Parameters:
                 self.by_tensor[x] = self.by_name[own.name] = replace(own, vector=vector, at=at)
 
     def check_all_known(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """What requires a gradient now is what did so at set-up: nobody would average the rest.
+        """Check that all parameters that require a gradient now did so at set-up: others would not be averaged.
 
         Args:
-            named: name and tensor of each parameter that there is now. Whole ones of a model that is sharded do not
-                count: FSDP2 puts them in the place of their shards while it computes.
+            named: name and tensor of each present parameter. Unsharded parameters of a sharded model are ignored,
+                because FSDP2 puts them in the place of their shards while it computes.
 
         Raises:
-            UnsupportedError: some of them were frozen then, or not there.
+            UnsupportedError: some were frozen at set-up, or did not exist.
         """
         new = (name for name, p in named if p.requires_grad and p not in self.by_tensor and self._is_our_kind(p))
         refuse_unaveraged(new, "call remove() on all ranks, and set compression up again")
@@ -174,7 +174,7 @@ class Parameters:
         return getattr(p, "device_mesh", None) in self._meshes
 
     def warnings(self) -> list[str]:
-        """What users should know about them."""
+        """Return warnings for users about parameters that are not compressed."""
         odd = [
             f"{parameter.name} ({p.dtype})" for p, parameter in self.by_tensor.items() if p.dtype not in COMPRESSIBLE
         ]
@@ -191,10 +191,12 @@ class Parameters:
         return found
 
     def learning_rates(self, optimizer: torch.optim.Optimizer, owners: Mapping[str, Tensor]) -> dict[str, float]:
-        """Key of feedback state → learning rate. A vector of small parameters has that of the first of them.
+        """Return the learning rate of each layer and vector, by its name in feedback states. A vector of small
+        parameters has the rate of its first parameter.
 
         Args:
-            owners: the optimizer's own tensor of a parameter, where that is not the one that is averaged.
+            optimizer: has the learning rates.
+            owners: the optimizer's own tensor of a parameter, by name, if another tensor is averaged: its shard.
         """
         by_tensor = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         default = float(optimizer.param_groups[0]["lr"])
@@ -209,10 +211,10 @@ class Parameters:
 def _vectors(
     shapes: Mapping[Tensor, torch.Size], small: Collection[Tensor], fuse_small: bool, early_nbytes: int
 ) -> dict[Tensor, Vector]:
-    """The vector of each parameter, if it is small.
+    """Return the vector that each parameter travels in if it is small.
 
-    Gradients of a model's end come first in backward. The small parameters in its last two thirds go while backward is
-    still busy with the rest, if they are worth a message of their own.
+    Backward computes the gradients of the model's end first. The small parameters in the model's last two thirds are
+    sent while backward computes the rest, if they have enough bytes (``early_nbytes``) for a message of their own.
     """
     total, seen = sum(shape.numel() for shape in shapes.values()), 0
     found: dict[Tensor, Vector] = {}
@@ -227,14 +229,14 @@ def _vectors(
 
 
 def refuse_unaveraged(names: Iterable[str], then: str) -> None:
-    """Refuse to go on where a model has parameters that nobody averages.
+    """Raise an error if a model has parameters that are not averaged.
 
     Args:
-        names: of those, if there are any.
-        then: what to do.
+        names: of these parameters; may be empty.
+        then: what to do, for the error.
 
     Raises:
-        UnsupportedError: there are some.
+        UnsupportedError: there are such parameters.
     """
     if found := list(names):
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -245,12 +247,12 @@ def refuse_unaveraged(names: Iterable[str], then: str) -> None:
 
 
 def norms_of(model: nn.Module) -> list[Tensor]:
-    """The parameters of a model's normalization layers."""
+    """Return the parameters of a model's normalization layers."""
     return [p for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)]
 
 
 def sparse_of(model: nn.Module) -> set[Tensor]:
-    """The parameters whose gradients are always sparse: of embeddings that say so, and of nothing else."""
+    """Return the parameters whose gradients are always sparse: those used only by embeddings with ``sparse=True``."""
     sparse: set[Tensor] = set()
     others: set[Tensor] = set()
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Plans for whole parameters, where a rank averages a part of each."""
+"""Convert plans for whole parameters into plans for the shards that a rank averages."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def plan_of_shards(
     norms: Sequence[Tensor],
     settings: Settings,
 ) -> Plan | None:
-    """The part of a plan for whole parameters that is about this rank's shards.
+    """Convert a plan for whole parameters into a plan for this rank's shards.
 
     Args:
         plan: of the model.
-        whole: name and tensor of each of its parameters.
-        shards: name and tensor of each that this rank has.
-        norms: those of both that belong to normalization layers.
-        settings: which of them are compressed.
+        whole: name and tensor of each of the model's parameters.
+        shards: name and tensor of each shard that this rank has.
+        norms: the tensors among both that belong to normalization layers.
+        settings: decide which parameters and shards are large enough to be compressed.
 
     Returns:
-        None where all shards are small, and have no plan.
+        The plan; None if all shards are small, so that there is nothing to plan.
 
     Raises:
-        ValueError: the plan of another model.
+        ValueError: a plan of another model.
     """
     plan.check(_compressed(whole, norms, settings))
     shapes = _compressed(shards, norms, settings)
@@ -50,18 +50,19 @@ def plan_of_shards(
 
 
 def plan_of_sharded(plan: Plan, model: nn.Module, settings: Settings) -> Plan | None:
-    """The same for a model that FSDP2 shards, or other DTensors are; a plan of this rank's shards stays as it is.
+    """The same for a model whose parameters are DTensors, as with FSDP2. A plan for this rank's shards is returned
+    unchanged.
 
     Args:
         plan: of the model.
-        model: it.
-        settings: which of its parameters are compressed.
+        model: the sharded model.
+        settings: decide which parameters and shards are large enough to be compressed.
 
     Returns:
-        None where all shards are small, and have no plan.
+        The plan; None if all shards are small, so that there is nothing to plan.
 
     Raises:
-        ValueError: the plan of another model.
+        ValueError: a plan of another model.
     """
     named, norms = list(model.named_parameters()), norms_of(model)
     shapes = _compressed(named, norms, settings)
@@ -77,6 +78,6 @@ def plan_of_sharded(plan: Plan, model: nn.Module, settings: Settings) -> Plan | 
 def _compressed(
     named: Sequence[tuple[str, Tensor]], norms: Sequence[Tensor], settings: Settings
 ) -> dict[str, tuple[int, ...]]:
-    """Name → shape of what is a layer."""
+    """Return the shapes of layers, by name."""
     numbers = {"min_numel": settings.min_numel, "early_nbytes": settings.early_nbytes}
     return Parameters(named, norms, fuse_small=settings.small != "uncompressed", **numbers).shapes

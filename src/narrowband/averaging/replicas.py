@@ -1,7 +1,7 @@
-"""Models that ranks hold copies of: the part of a copy that a rank has, and how all copies become equal.
+"""Replicas, the copies of a model: checks of sharded replicas, and the start from equal parameters.
 
-The ranks of a *replica* may hold a copy together, each a part of every parameter (FSDP2's shards are DTensors). What is
-averaged is then averaged part by part, among the ranks that hold the same part of each replica.
+Several ranks may hold one replica together, each with a shard of every parameter (with FSDP2, as DTensors). Averages
+are then taken shard by shard, among the ranks that hold the same shard of each replica.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 __all__ = ["begin_with_the_first", "check_parts", "check_replica"]
 
-#: Bytes that travel or not as one.
+#: Parameters are compared and sent in pieces of this many bytes.
 _PIECE_NBYTES = 1 << 20
 
 
 def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """A process group has no two ranks of one replica.
+    """Check that the group has no other rank of this rank's replica.
 
     Args:
-        model: it, or its parameters.
+        model: the model, or its parameters.
         group: the ranks that average.
 
     Raises:
-        UnsupportedError: it has.
+        UnsupportedError: it has one.
     """
     if group is None:
-        return  # another check speaks of it
+        return  # reported by another check
     others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
     together: set[int] = set()
     for each in ddps_in(model).values() if isinstance(model, nn.Module) else ():
@@ -56,15 +56,16 @@ def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup 
 
 
 def check_parts(model: nn.Module, what: str, *, min_numel: int = 0) -> None:
-    """What ranks of a replica decide each by the parts that it has is not about a parameter that all of them have.
+    """Refuse decisions that each rank of a sharded replica takes by its own shards, if parameters that all ranks hold
+    whole are affected: the ranks' copies of these would diverge.
 
     Args:
-        model: this rank's.
-        what: is decided, as a sentence.
-        min_numel: it is decided for matrices of so many elements; 0: for all parameters.
+        model: this rank's model.
+        what: the decision, as the beginning of the error's sentence.
+        min_numel: the decision affects matrices of at least this many elements; 0: all parameters.
 
     Raises:
-        UnsupportedError: it is, so these parameters would part.
+        UnsupportedError: such parameters are affected.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     placements = {name: getattr(p, "placements", ()) for name, p in trained.items()}
@@ -83,18 +84,19 @@ def check_parts(model: nn.Module, what: str, *, min_numel: int = 0) -> None:
 
 @torch.no_grad()
 def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> int:
-    """All ranks of a group get the parameters and buffers of its first, those that are not trained, too. A collective.
+    """Copy all parameters and buffers, also those that are not trained, from the group's first rank to all others. A
+    collective.
 
-    Ranks compare fingerprints of pieces, and only pieces that differ travel: none where all have drawn the same
-    numbers, and only the rest where an earlier attempt broke off. A piece goes from rank to rank among those that lack
-    it, so the first sends it once, however many these are; others send and receive nothing. Tensors travel row by row:
-    what ranks do not average may lie in memory in another order on each.
+    Ranks compare fingerprints of pieces, and only pieces that differ are sent: none if all ranks were initialized
+    alike, and only the rest if an earlier attempt broke off. A piece travels in a chain through the ranks that lack it,
+    so the first rank sends it only once; ranks that have it neither send nor receive it. Tensors are sent row by row,
+    because tensors that are not averaged may have another memory format on each rank.
 
-    Where it breaks off, pieces that arrived are kept, so that only the rest travels the next time; until then a rank
-    that lacked some has parameters of both, and must not go on with them.
+    If it breaks off, pieces that have arrived are kept, so that only the rest is sent the next time. Until then, a rank
+    that lacked some has a mix of both ranks' parameters, and must not train with them.
 
     Returns:
-        Bytes that this rank received.
+        How many bytes this rank received.
 
     Raises:
         RuntimeError: it broke off.
@@ -126,7 +128,7 @@ def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> i
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of tensors, end to end, row by row."""
+    """Return a flat copy of tensors, end to end and row by row."""
     flat = empty_like(tensors)
     for x, part in zip(tensors, parts_of(flat, map(rows_of, tensors)), strict=True):
         part.copy_(real(x))
@@ -134,7 +136,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _pieces(flat: Tensor) -> list[Tensor]:
-    """Bytes, so many at a time."""
+    """Split a flat tensor's bytes into pieces of ``_PIECE_NBYTES``."""
     return list(torch.split(flat.view(torch.uint8), _PIECE_NBYTES))
 
 
@@ -146,7 +148,7 @@ def _fingerprint(piece: Tensor) -> bytes:
 def _relay(
     pieces: Sequence[Tensor], lacking: Sequence[Sequence[int]], rank: int, group: dist.ProcessGroup | None
 ) -> int:
-    """Each piece from the first rank to those that lack it, one after the other. Bytes that this rank received."""
+    """Send each piece from the first rank along the chain of ranks that lack it. Return the bytes received here."""
     received = 0
     sending: list[tuple[Any, Tensor]] = []
     for piece, needy in zip(pieces, lacking, strict=True):
@@ -154,7 +156,7 @@ def _relay(
         if len(chain) == 1 or rank not in chain:
             continue
         place = chain.index(rank)
-        # Gloo sends from the memory of the CPU.
+        # Gloo sends from CPU memory.
         memory = piece.cpu() if dist.get_backend(group) == "gloo" else piece
         if place:
             dist.recv(memory, group=group, group_src=chain[place - 1])

@@ -1,7 +1,7 @@
-"""Handles in the checkpoints of ``torch.distributed.checkpoint`` (DCP).
+"""Save handles in checkpoints of ``torch.distributed.checkpoint`` (DCP).
 
-DCP writes what ranks have under one name once: it takes such values for equal. A handle's state is each rank's own. So
-here it has a name for each rank, and is one value: bytes, which DCP does not look into.
+DCP takes values that several ranks have under one name for equal, and writes them once. But a handle's state differs by
+rank. So it gets a name of its own on each rank. It is a single bytes value, which DCP does not look into.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Saved", "states_in"]
 
 
 class Handle(Protocol):
-    """What is needed of a handle."""
+    """What this module needs of a handle."""
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -33,33 +33,33 @@ class Handle(Protocol):
         """This rank's state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from it."""
+        """Resume from a state."""
 
 
 class Saved:
-    """What DCP saves and loads of a handle (``torch.distributed.checkpoint.stateful.Stateful``)."""
+    """A handle as DCP saves and loads it (``torch.distributed.checkpoint.stateful.Stateful``)."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
     def state_dict(self) -> dict[str, bytes]:
-        """This rank's state, under a name of its own."""
+        """Return this rank's state, under a name of its own."""
         written = io.BytesIO()
         torch.save(self._handle.state_dict(), written)
         return {_name(self._handle): written.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Go on from this rank's state. Call on all ranks."""
+        """Resume from this rank's state. Call on all ranks."""
         self._handle.load_state_dict(_read(state[_name(self._handle)]))
 
 
 def states_in(folder: str | PathLike[str], key: str, handle: Handle) -> list[dict[str, Any]]:
-    """The states of all ranks that averaged what this rank averages, in the order of their ranks.
+    """Read the states of all ranks that averaged what this rank averages, in the order of ranks.
 
     Args:
-        folder: what ``dcp.save`` wrote.
+        folder: the checkpoint that ``dcp.save`` wrote.
         key: the handle's name there.
-        handle: that will load them.
+        handle: the handle that will load them.
 
     Raises:
         ValueError: there are none.
@@ -81,14 +81,14 @@ def states_in(folder: str | PathLike[str], key: str, handle: Handle) -> list[dic
     if not found:
         raise ValueError(f"{folder} holds no state of {key!r}: save handle.stateful under that name")
     states: dict[str, Any] = dict.fromkeys(found.values(), b"")
-    with warnings.catch_warnings():  # that it is not distributed
+    with warnings.catch_warnings():  # DCP warns that it runs without a process group
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(states, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
     return [_read(states[found[rank]]) for rank in sorted(found)]
 
 
 def _name(handle: Handle) -> str:
-    """Of this rank's state. Ranks that average with each other have the same shard, and other places in it."""
+    """Return the name of this rank's state: ``shardS-rankR``, with the same S for all ranks that average together."""
     group = handle.process_group
     ranks = dist.get_process_group_ranks(cast("dist.ProcessGroup", group))
     return f"shard{min(ranks)}-rank{dist.get_rank(group)}"

@@ -1,4 +1,4 @@
-"""How to average: what users say at set-up, checked."""
+"""The settings of averaging that users pass at set-up, and their validation."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["EARLY_NBYTES", "MESSAGE_NBYTES", "Settings"]
 
-#: 5 ms at 200 Mbit/s: about what a collective among busy machines takes anyway, however little it carries.
+#: Takes 5 ms at 200 Mbit/s, about the latency of any collective among busy machines.
 MESSAGE_NBYTES = 1 << 17
-#: What a message of so many bytes would take at the end of backward is 2 ms at 200 Mbit/s.
+#: An all-reduce of this many bytes takes 1.3 ms (2 ranks) to 2.6 ms (many ranks) at 200 Mbit/s.
 EARLY_NBYTES = 1 << 15
 
 log = logging.getLogger(__name__)
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """What :func:`~narrowband.compress_gradients` and :class:`~narrowband.Averager` are told.
+    """The checked arguments of :func:`~narrowband.compress_gradients` and :class:`~narrowband.Averager`.
 
     Attributes:
-        compression: of layers that a plan gives nothing else.
-        policy: that plans during training, if any does.
-        plan: to begin with, if there is one.
-        rates: the optimizer whose learning rates feedback has to know, if it has to know any.
+        compression: codec and feedback of layers that the plan does not list.
+        policy: the policy that plans during training, if there is one.
+        plan: the plan to begin with, if there is one.
+        rates: the optimizer, if the feedback needs its learning rates.
     """
 
     compression: Compression
@@ -75,10 +75,10 @@ class Settings:
         grad_scaler: torch.amp.GradScaler | None,
         connected: bool = True,
     ) -> Settings:
-        """Checked settings, but for what depends on the tensors.
+        """Check all arguments that do not depend on the tensors, and return the settings.
 
         Args:
-            connected: whether there has to be a process group by now.
+            connected: whether a process group must exist by now.
 
         Raises:
             TypeError: a seed that is not a whole number.
@@ -128,11 +128,12 @@ class Settings:
     def with_optimizer(
         self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[tuple[str, Tensor]], *, warn: bool
     ) -> Settings:
-        """These settings, for these parameters and the optimizer that will step them.
+        """Check the settings against the parameters and their optimizer; return them with ``rates`` set if needed.
 
         Raises:
-            ValueError: momentum in both places, or a learning rate that nobody tells.
-            UnsupportedError: momentum of complex numbers.
+            ValueError: momentum in both the optimizer and the spec, or a feedback that needs the optimizer's learning
+                rate and got no optimizer.
+            UnsupportedError: momentum of complex parameters.
         """
         method = self.compression.feedback
         if method is None or not method.observes_uncompressed:

@@ -1,7 +1,7 @@
-"""What a handle saves, and what is made sure of before any of it is loaded.
+"""The format of a handle's state, and the checks before a state is loaded.
 
 Everything here reads states and changes nothing, so that :meth:`GradientCompression.load_state_dict` either loads a
-whole state, on all ranks, or leaves every rank as it was.
+whole state on all ranks, or leaves every rank unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _is_mapping(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-#: Key → (what belongs there, whether this does).
+#: Key → (what belongs there, for errors; a check of the value).
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "spec": ("a spec string", lambda value: isinstance(value, str)),
     "step": ("a number of steps from 0 on", _is_count),
@@ -58,18 +58,18 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "memory formats": ("a dictionary", _is_mapping),
 }
 
-#: What states of earlier versions of this library do not have.
+#: Keys that states of earlier releases lack.
 _ADDED = ("memory formats",)
 
-#: What has to be the same in the states of all ranks, beside what a place adds.
+#: Keys whose values must be equal in the states of all ranks.
 _SHARED = ("spec", "step", "epoch", "paused", "seed", "loss_scale", "world_size")
 
 
 def check_state(state: object) -> Mapping[str, Any]:
-    """The state, if it has all that :meth:`GradientCompression.state_dict` returns.
+    """Return the state after checking that it has the form that :meth:`GradientCompression.state_dict` returns.
 
     Raises:
-        ValueError: it is something else, of another version, lacks a key, or has a value that does not belong there.
+        ValueError: not a state, a state of another version, a missing key, or an invalid value.
     """
     if not isinstance(state, Mapping):
         raise ValueError(
@@ -103,14 +103,14 @@ def check_state(state: object) -> Mapping[str, Any]:
 def states_of_all_ranks(
     states: Sequence[object], facts_of: Callable[[Mapping[str, Any]], Facts]
 ) -> list[Mapping[str, Any]]:
-    """The states of all ranks of one moment of one run, by rank.
+    """Return the states of all ranks, in the order of ranks, after checking that they belong together.
 
     Args:
         states: in any order.
-        facts_of: a state, what has to be the same in all.
+        facts_of: returns what must be equal in all states.
 
     Raises:
-        ValueError: one is missing or twice, or they are of different moments or runs.
+        ValueError: a rank's state is missing or given twice, or the states are of different steps or runs.
     """
     if not states:
         raise ValueError("the list of states is empty; pass this rank's own state, or the states of all ranks")
@@ -132,7 +132,7 @@ def states_of_all_ranks(
 
 
 def facts_of(state: Mapping[str, Any]) -> Facts:
-    """What ranks compare of the states that they are about to load, wherever these are from."""
+    """Return what ranks compare of the states that they are about to load."""
     return {
         "version": str(state["version"]),
         **{key: repr(state[key]) for key in _SHARED},
@@ -142,7 +142,7 @@ def facts_of(state: Mapping[str, Any]) -> Facts:
 
 
 def kept(state: Mapping[str, Any]) -> dict[str, Mapping[str, Tensor]]:
-    """What a rank's feedback kept, by the names of :attr:`Layers.states`."""
+    """Return the saved feedback of a rank, by the names of :attr:`Layers.states`."""
     return {"": state["feedback"], **state["others"]}
 
 

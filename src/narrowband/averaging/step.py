@@ -1,13 +1,14 @@
-"""One step: its exchanges, its small parameters, and the decision whether it counts. On the engine's thread.
+"""One step: its exchanges, its small parameters, and the decision to commit it or not. Runs on the engine's thread.
 
-A step is one transaction. Feedback changes its state only when every tensor of the step turned out finite on every
-rank, and with feedback no average is written before that is known. With ``all_gather`` it is known early: the
-all-reduce of small parameters carries one element more, NaN where a rank encoded something that is not finite, so that
-averages are written while the last payload is on the wire. Without feedback each average is written when it arrives.
+A step is one transaction. Feedback commits only if every tensor of the step is finite on every rank, and with feedback
+no average is written before that is known. With ``all_gather`` it is known early: the all-reduce of small parameters
+carries one more element, a flag, which a rank sets to NaN if it has encoded anything that is not finite. So averages
+are written while the last payload is still on the wire. Without feedback, each average is written when it arrives.
 
-On a GPU nothing of this needs the host, which would have to wait for each answer (:meth:`Step.go_ahead`). Feedback is
-committed as tensors are encoded; what is not finite is noted on the device, and the notes travel in the same trailers.
-Before averages are written, the device rolls feedback back if it has to, and where it has, all averages become NaN.
+On a GPU the device can decide this without the host, which would have to synchronize for each answer
+(:meth:`Step.go_ahead`). Feedback is then committed as tensors are encoded. The device notes what is not finite
+(:class:`~narrowband.kernels.Findings`), and the notes travel in the same flags. Before averages are written, the device
+rolls feedback back if a flag is set, and then fills all averages with NaN.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ADVICE", "Group", "Parts", "Step", "fill_with_nan"]
 
-#: What the error says that ranks raise which do not agree on a step.
+#: The advice in the error that ranks raise if they disagree about a step.
 ADVICE = (
     "Call pause, resume, set_epoch, set_layers, load_state_dict and remove on all ranks, between the same two steps, "
     "with the same arguments; then go on from a checkpoint of all ranks"
 )
 
-#: Types of devices that work by themselves while the host goes on.
+#: Types of devices that run asynchronously to the host.
 AHEAD = {"cuda"}
 
 #: The relative error costs two passes over the gradients, so it is measured in one step of this many.
@@ -58,12 +59,12 @@ MEASURE_EVERY = 50
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Tensors that are ready at the same time, end to end.
+    """Tensors that are ready at the same time, end to end in one flat buffer.
 
     Attributes:
-        buffer: flat, or one sparse gradient. Its content belongs to the step until the averages are there.
-        parameters: whose gradients these are, in their order.
-        out: where the averages go, flat and as long; None: into ``buffer``.
+        buffer: flat, or one sparse gradient. The step owns the buffer until the averages have been written.
+        parameters: the parameters whose gradients are in the buffer, in order.
+        out: a flat tensor of the same length for the averages; None: they are written into ``buffer``.
     """
 
     buffer: Tensor
@@ -71,14 +72,14 @@ class Group:
     out: Tensor | None = None
 
     def pieces(self) -> Iterator[tuple[Parameter, Tensor, Tensor | None]]:
-        """Each parameter with its part of the buffer, and where its average goes if that is elsewhere."""
+        """Yield each parameter with its part of the buffer and its part of ``out`` (or None)."""
         at = 0
         for parameter in self.parameters:
             span = slice(at, at := at + parameter.shape.numel())
             yield parameter, self.buffer[span], None if self.out is None else self.out[span]
 
     def tensors(self) -> Iterator[Tensor]:
-        """What its norm is made of: each parameter's part, or all of it where it is sparse or of complex numbers."""
+        """Yield the tensors for the norm: each parameter's part, or the whole buffer if it is sparse or complex."""
         x = self.buffer
         if x.is_sparse:
             yield x._values()
@@ -88,31 +89,31 @@ class Group:
             yield x
 
     def averages(self) -> Iterator[tuple[Parameter, Tensor]]:
-        """Each parameter with its average, once that is there."""
+        """Yield each parameter with its average. Call when the averages have been written."""
         for parameter, part, out in self.pieces():
             yield parameter, part if out is None else out
 
     def deliver(self) -> None:
-        """The buffer holds the averages."""
+        """Copy the averages from the buffer to ``out``, if there is one."""
         if self.out is not None:
             self.out.copy_(self.buffer)
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What all steps of one average use.
+    """What all steps of one handle share.
 
     Attributes:
-        layers: of the model, and what they are compressed with.
-        peers: who averages.
+        layers: the model's layers, and what they are compressed with.
+        peers: the ranks that average.
         engine: runs the exchanges.
         agreement: compares what ranks are about to do.
-        controller: of the plan.
+        controller: lets a policy change the plan.
         loss_scale: the unit of the gradients.
-        message_nbytes: payloads of several groups travel in one message until a rank has so many bytes to send.
-        rates: the optimizer whose learning rates feedback has to know, if it has to know any.
-        owners: its own tensor of each parameter, where what is averaged is a part of it.
-        inside: where each gradient is clipped by its norm, and a rank has a part of it: the ranks that have the others.
+        message_nbytes: payloads of several groups are collected into one message until a rank has this many bytes.
+        rates: the optimizer, if the feedback needs its learning rates.
+        owners: the optimizer's own tensor of each parameter, if shards of the parameters are averaged.
+        inside: the ranks that hold the shards of one gradient, if feedback clips by the norm of the whole gradient.
     """
 
     layers: Layers
@@ -127,7 +128,7 @@ class Parts:
     inside: dist.ProcessGroup | None
 
 
-#: What may share an exchange: the name of a collective, and :meth:`~narrowband.collectives.Exchange.kind_of`.
+#: Operands of one kind may share an exchange: collective's name, :meth:`~narrowband.collectives.Exchange.kind_of`.
 _Kind = tuple[str, str]
 
 
@@ -135,15 +136,15 @@ class Step:
     """One step.
 
     Args:
-        parts: what all steps use.
+        parts: what all steps share.
         number: of the step, from 0.
-        codec: of layers that a plan gives nothing else.
+        codec: the codec of layers that the plan does not list.
         compressing: whether anything is compressed in this step.
         measure: whether the relative error is measured.
         seed: of the run.
-        facts: what this rank is about to do.
-        finished: called with the step's statistics, with bytes and, if measured, relative errors by layer, and with
-            what the device found, when all averages are written, before any future is resolved.
+        facts: what this rank is about to do, to compare with other ranks.
+        finished: called when all averages have been written, before any future is resolved. Its arguments: statistics
+            of the step, bytes by layer, relative errors by layer (if measured), and the device's findings (or None).
     """
 
     def __init__(
@@ -163,11 +164,11 @@ class Step:
         self._number, self._seed, self._facts, self._finished = number, seed, facts, finished
         self.codec = codec
         self.compressing = compressing
-        self._unclipped: list[Group] = []  # wait for the norm of all
-        self._dense: list[Group] = []  # of real numbers
-        #: Of each group of tensors: its future, and the memory that the averages go to.
+        self._unclipped: list[Group] = []  # held back until the norm of all groups is known
+        self._dense: list[Group] = []  # groups that are neither sparse nor complex
+        #: The future of each group, and the memory that its averages go to.
         self.results: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        #: Whether :meth:`raise_error` will be called later: futures then get NaN in place of an error.
+        #: Whether the caller will call :meth:`raise_error` later. Futures then get NaN instead of an error.
         self.raises_later = False
         self._error: BaseException | None = None
         self.opened_at = time.perf_counter()
@@ -176,40 +177,40 @@ class Step:
         self._begun = False
         self._delivered = False
         self._open_jobs = 0
-        self._undecided_jobs = 0  # those that may still show that the step does not count
+        self._undecided_jobs = 0  # open jobs that may still show that the step must not be committed
         self._encoded_finite = True
-        self._flagged = False  # whether a message of small parameters says whether all that was encoded is finite
-        self._good: bool | None = None  # whether the step counts, once that is known
+        self._flagged = False  # whether small parameters carry the flag that all encoded tensors are finite
+        self._good: bool | None = None  # whether the step is committed, once that is known
         self._exchanges: list[Exchange] = []
-        self._waiting: dict[_Kind, Exchange] = {}  # those that have not enough to send yet
+        self._waiting: dict[_Kind, Exchange] = {}  # exchanges below message_nbytes, not sent yet
         self._arrived: list[Exchange] = []
-        self._small: dict[Vector, Tensor] = {}  # until they are sent
-        self._missing: dict[Vector, int] = {}  # how many elements of these are still to come
+        self._small: dict[Vector, Tensor] = {}  # vectors of small parameters, until they are sent
+        self._missing: dict[Vector, int] = {}  # how many elements of each vector are still to come
         self._small_back: list[tuple[Parameter, Tensor, Tensor]] = []
         self._uncompressed_finite = True
         self._stats = StepStats(steps=1)
-        self._sent: dict[str, int] = {}  # bytes, by parameter
+        self._sent: dict[str, int] = {}  # bytes by parameter
         self._wire_before = self._engine.wire_seconds
         self._measure = measure
-        #: Where the device notes whether the step counts; None: the host decides.
+        #: The device's notes on what is not finite or damaged; None: the host decides about the commit.
         self.findings: Findings | None = None
         self._goes_ahead = False
-        #: Whether the engine broke in this step. The feedback is then again what it was before, unless ``torn``.
+        #: Whether the engine broke in this step. Feedback has been rolled back, unless ``torn``.
         self.abandoned = False
-        #: Whether the engine broke between the decision that the step counts and its end.
+        #: Whether the engine broke between the decision to commit the step and its end.
         self.torn = False
 
     def go_ahead(self) -> None:
-        """Have the device decide whether the step counts, where it can. To be called before anything is added.
+        """Let the device decide whether the step is committed, if possible. Call before the first :meth:`add`.
 
-        Not where the relative error is measured, and not with feedback that has to know (``goes_ahead`` of
-        :class:`~narrowband.averaging.layers.Layers`).
+        Not possible if the relative error is measured, nor with feedback that needs the decision on the host
+        (``goes_ahead`` of :class:`~narrowband.averaging.layers.Layers`).
         """
         device, measures = self._layers.parameters.device, self._measure and not self._layers.exact
         self._goes_ahead = device.type in AHEAD and not measures and self._layers.goes_ahead
 
     def add(self, group: Group, *, last: bool) -> None:
-        """A group of tensors is complete: start what it needs."""
+        """Start averaging a complete group of tensors."""
         if not self._begun:
             self._begun = True
             self._begin()
@@ -225,10 +226,10 @@ class Step:
             self._exchange(group, last=last)
 
     def _begin(self) -> None:
-        """Before anything is sent: the unit of the gradients, whether ranks agree, and what layers are sent with."""
+        """Do what precedes all messages: rescale residuals, compare facts with other ranks, let the policy decide."""
         begin, parts = time.perf_counter(), self._parts
         if self._goes_ahead:
-            self.findings = Findings(self._layers.parameters.device)  # memory of the engine's stream
+            self.findings = Findings(self._layers.parameters.device)  # allocated on the engine's stream
         parts.loss_scale.update(self._layers.states.values())
         if parts.rates is not None:
             observer = self._layers.observer
@@ -239,7 +240,7 @@ class Step:
             parts.agreement.now(facts, ADVICE)
             if parts.controller.decide(self._number):
                 self._layers.open_pairs(self._peers)
-        else:  # nothing else of the step is sent before this has ended
+        else:  # no other message of the step is sent before this job has ended
             self._start(parts.agreement.job(facts, ADVICE))
         self._stats.sent_bytes += parts.agreement.nbytes
         self._stats.decide_s = time.perf_counter() - begin
@@ -247,10 +248,10 @@ class Step:
         self._flagged = self._layers.stateful and self.compressing and early
 
     def _clip(self, threshold: float) -> None:
-        """Local gradient clipping: what each of N ranks adds to the average, its gradient / N, at threshold / √N.
+        """Clip gradients locally (DGC): each of N ranks clips its part of the average, gradient / N, at threshold / √N.
 
-        Where the ranks of a node have parts of a gradient, a node is what the paper calls one: N counts nodes, and the
-        norm is that of all parts.
+        If the ranks of a node hold shards of a gradient, a node counts as one of the paper's ranks: N is the number of
+        nodes, and the norm is that of all shards.
         """
         norm = _norm([x for group in self._unclipped for x in group.tensors()])
         if self._parts.inside is not None:
@@ -264,9 +265,9 @@ class Step:
                 group.buffer.mul_(threshold / norm)
 
     def _exchange(self, group: Group, *, last: bool) -> None:
-        """Start what a group needs."""
+        """Encode a group, or start its uncompressed average. Send what is due, and at the last group all the rest."""
         buffer, observer = group.buffer, self._layers.observer
-        if not group.parameters:  # of a rank that has no part of it
+        if not group.parameters:  # this rank has no part of the bucket
             pass
         elif buffer.is_sparse:
             if observer is not None and observer.momentum:
@@ -281,7 +282,7 @@ class Step:
             real = buffer.dtype == group.parameters[0].vector.dtype  # complex gradients come as pairs of real numbers
             if real:
                 self._dense.append(group)
-            observed = self.compressing or self._layers.incremental  # by feedback, compressed or not
+            observed = self.compressing or self._layers.incremental  # feedback needs it, compressed or not
             if real and ((observed and not self._layers.exact) or observer is not None):
                 self._encode(group)
             else:
@@ -294,7 +295,7 @@ class Step:
         self._deliver_if_decided()
 
     def _encode(self, group: Group) -> None:
-        """Encode layers, each kind for one exchange, or for the one that the last group left waiting."""
+        """Encode layers, one exchange per kind. An exchange that earlier groups left waiting is extended."""
         layers = self._layers
         kinds: dict[_Kind, list[tuple[Layer, Operand]]] = {}
         small: list[tuple[Tensor, Tensor]] = []
@@ -327,16 +328,16 @@ class Step:
         return exchange
 
     def _send(self, exchange: Exchange) -> None:
-        if not self._layers.stateful:  # nothing to commit: write the averages as soon as they are here
+        if not self._layers.stateful:  # nothing to commit, so averages are written when they arrive
             self._start(exchange.job(), lambda: exchange.deliver(good=True))
         else:
             decides = not (self._flagged and exchange.decided_by_encoding)
             self._start(exchange.job(), lambda: self._arrived.append(exchange), decides=decides)
 
     def _send_small(self, *, last: bool) -> None:
-        """Send small parameters: those of one dtype as one vector, uncompressed or fused; and another vector before the
-        end of backward if it is long enough. If other exchanges wait for it, the last message also says whether all
-        that this rank has encoded is finite.
+        """Send small parameters, as one vector per dtype, uncompressed or fused. Early vectors are sent when they are
+        complete, all others at the last group. If exchanges depend on it, vectors of the last group carry the flag that
+        all tensors which this rank encoded are finite.
         """
         due = sorted((v for v in self._small if last or (v.early and not self._missing[v])), key=str)
         vectors = {vector: self._small.pop(vector) for vector in due}
@@ -358,9 +359,9 @@ class Step:
                 self._start(self._all_reduce(flat, check=True))
 
     def _send_fused(self, vectors: Mapping[Vector, Tensor]) -> None:
-        """Compress and send these vectors of small parameters."""
+        """Compress and send vectors of small parameters."""
         layer = self._layers.vector(self.codec) if self.compressing else self._layers.uncompressed()
-        first = len(self._layers.parameters.by_tensor)  # indices of layers end there
+        first = len(self._layers.parameters.by_tensor)  # after the indices of layers
         exchange = self._new_exchange(
             layer,
             [
@@ -376,11 +377,11 @@ class Step:
             self._start(exchange.job(), lambda: self._arrived.append(exchange))
 
     def _place_of_small(self, part: Tensor, parameter: Parameter, out: Tensor) -> tuple[Tensor, Tensor]:
-        """The place of a small parameter in its vector, and what belongs there."""
+        """Return the place of a small parameter in its vector, and the gradient to copy there."""
         vector = parameter.vector
         flat = self._small.get(vector)
         if flat is None:
-            # Zero where a group did not come: all ranks have the same layout whatever the groups.
+            # Zeros where no group arrives: the layout is the same on all ranks, whatever the groups.
             self._missing[vector] = numel = self._layers.parameters.vectors[vector]
             numel += self._flagged and not vector.compressed and not vector.early
             flat = self._small[vector] = torch.zeros(numel, dtype=part.dtype, device=part.device)
@@ -395,11 +396,15 @@ class Step:
         return lambda rank: (seed * 0x9E3779B97F4A7C15 + (step << 32) + (index << 12) + rank) & 0xFFFFFFFFFFFFFFFF
 
     def _all_reduce(self, x: Tensor, of: Sequence[Parameter] = (), *, check: bool = False) -> Job:
-        """Average in place, uncompressed, what belongs to these parameters. Backends gather what is sparse: indices and
-        values of all ranks.
+        """Average in place, uncompressed. Backends all-gather the indices and values of sparse tensors.
+
+        Args:
+            x: the tensor.
+            of: the parameters whose gradients it holds, for statistics.
+            check: whether an average that is not finite prevents the commit.
         """
         peers, sent = self._peers, 0
-        # The values of a sparse gradient may be memory that the rest of backward still reads: an embedding's are the
+        # Not in place if sparse: backward may still read the values' memory. Those of an embedding's gradient are the
         # gradient of its output.
         own = x / peers.size if x.is_sparse else x.div_(peers.size)
         if peers.size > 1:
@@ -437,7 +442,9 @@ class Step:
         self._engine.start(job, done)
 
     def _deliver_if_decided(self) -> None:
-        """Deliver what can be delivered, and end the step when that was all."""
+        """If no open job can change the decision any more, deliver all exchanges that have arrived. End the step when
+        all jobs have ended.
+        """
         if not self._closed or self._undecided_jobs or self._delivered:
             return
         decided, good = self._good is not None, self._good
@@ -446,7 +453,7 @@ class Step:
         arrived, self._arrived = self._arrived, []
         for exchange in arrived:
             exchange.deliver(good)
-        if not decided:  # small parameters are here: they decide, too
+        if not decided:  # small parameters have arrived, since the decision waits for them
             observer = self._layers.observer
             if observer is not None and good:
                 averages = [(p.name, place) for p, _, place in self._small_back if not p.vector.compressed]
@@ -457,14 +464,14 @@ class Step:
         self._delivered = True
         if self.findings is not None:
             delivered = [group.buffer if group.out is None else group.out for group in self._dense]
-            kernels.poison_all_if(self.findings.of_all, delivered)  # the host hears of damage in a later step
+            kernels.poison_all_if(self.findings.of_all, delivered)  # the host raises for damage in a later step
         self._look()
         self._account()
         for future, buffer in self.results:
             future.set_result(buffer)
 
     def _look(self) -> None:
-        """Show the averages of layers to whatever decides about these."""
+        """Show the layers' averages to the policy."""
         begin = time.perf_counter()
         averages = (average for group in self._dense for average in group.averages() if average[0].compressed)
         self._parts.controller.look(averages, 1.0 / self._parts.loss_scale.value, self._number)
@@ -489,14 +496,14 @@ class Step:
         self._finished(stats, self._sent, errors, self.findings)
 
     def abandon(self, error: BaseException) -> None:
-        """The engine broke: put the feedback back, and pass the error on to whoever waits."""
+        """Roll feedback back after the engine broke, and resolve all futures: with NaN or with the error."""
         if not self.abandoned:
             for exchange in self._exchanges:
                 exchange.abandon()
             self.abandoned = True
             self.torn = self._good is True
         self._error = error
-        for future, buffer in list(self.results):  # the caller's thread may be adding to it
+        for future, buffer in list(self.results):  # a copy: the caller's thread may append
             if future.done():
                 continue
             if self.raises_later:
@@ -507,29 +514,29 @@ class Step:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the exchange in this step, if anything did."""
+        """The error that stopped the exchange in this step, if any."""
         return self._error
 
     def raise_error(self) -> None:
-        """Raise what ended the exchange in this step, if anything did. In the caller's thread."""
+        """Raise the error that stopped the exchange in this step, if any. Runs in the caller's thread."""
         if self._error is not None:
             raise self._error
 
 
 def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """The second of each pair into the first, of the same dtype: in few launches on a GPU."""
+    """Copy the second tensor of each pair into the first, of the same dtype, with few kernel launches on a GPU."""
     if pairs:
         torch._foreach_copy_([into for into, _ in pairs], [what for _, what in pairs])
 
 
 def fill_with_nan(buffer: Tensor) -> None:
-    """What stands for averages where there are none: nobody can train on NaN unnoticed."""
+    """Fill with NaN what should hold averages and does not, so that training on it is noticed."""
     (buffer._values() if buffer.is_sparse else buffer).fill_(math.nan)
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    """The norm of all together, in float64 where float32 is too small for it. To the bit it is the same in whatever
-    order and groups they come, since DDP has others in a run that is resumed.
+    """Return the norm of all tensors together, in float64 where float32 overflows. It is the same bit for bit in any
+    order and grouping of the tensors, because a resumed run has other DDP buckets.
     """
     if not tensors:
         return 0.0

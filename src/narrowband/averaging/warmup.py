@@ -1,4 +1,4 @@
-"""What a step needs of compiled loops, done once at set-up: the first step then waits for no compiler."""
+"""Run all compiled loops that a step may need once at set-up, so that the first step does not wait for a compiler."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["use_all", "use_once", "warm_up"]
 
-#: The sides of the square matrices that stand for a model's: small tensors take one thread and large ones several, and
-#: sparse codecs look at a sample of runs where that is much smaller than the tensor, and of single elements elsewhere.
+#: Sides of square matrices that stand for those of a model. Several sizes, because small tensors take one thread and
+#: large ones several, and because sparse codecs sample runs of elements in tensors much larger than the sample, and
+#: single elements in others.
 _SIDES = (32, 256, 1024)
 
-#: What has been done in this process: kinds of codec and feedback, and specs, each by device and number of threads.
+#: What was warmed up in this process: kinds of codec and feedback, and specs, each with device and number of threads.
 _done: set[object] = set()
 
 
@@ -43,20 +44,20 @@ def warm_up(
     agreement: Agreement,
     collectives: Iterable[type[Exchange]] = (),
 ) -> None:
-    """Have every loop compiled or loaded that a step may need. A collective.
+    """Compile, or load from the cache, every loop that a step may need. A collective.
 
-    One rank of a machine goes first, so that the others find what it compiled; rank 0 says so if that takes time.
+    One rank of a machine goes first, so that the others find what it compiled. Rank 0 announces a long compilation.
 
     Args:
-        kinds: what layers have, and what they may get; the model's own is the first.
-        policy: what decides about layers, if anything does.
+        kinds: the specs that layers have or may get; the model's default first.
+        policy: the policy that plans, if there is one.
         device: where the gradients are.
         peers: the ranks.
         agreement: of these ranks.
-        collectives: those by which layers travel.
+        collectives: those that layers use.
 
     Raises:
-        DisagreementError: it failed on some ranks; on all ranks.
+        DisagreementError: the warm-up failed on some ranks. Raised on all ranks.
     """
     sparse = "sparse_reduce" in {kind.name for kind in collectives}
     method = f"{kinds[0]}" if policy is None else f"{policy.name} over {kinds[0]}"
@@ -71,13 +72,13 @@ def warm_up(
                         use_shares(device)
                     if policy is not None:
                         policy.warm_up()
-            except Exception as error:  # others wait for this rank, and have to know
+            except Exception as error:  # other ranks wait for this one and must be told
                 failure = error
         _agree(agreement, failure)
 
 
 def _agree(agreement: Agreement, failure: Exception | None) -> None:
-    """Wait for all ranks; a failure of one is an error on all."""
+    """Wait for all ranks. A failure on one rank raises an error on all."""
     problem = "none" if failure is None else f"{type(failure).__name__}: {failure}"
     try:
         agreement.now({"call": "warm_up", "problem": problem}, "What a step runs has to run at set-up on all ranks")
@@ -88,20 +89,20 @@ def _agree(agreement: Agreement, failure: Exception | None) -> None:
 
 
 def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
-    """:func:`use_once` of what each of these specs needs, once in this process."""
+    """Call :func:`use_once` for each spec that was not warmed up in this process."""
     here = device, torch.get_num_threads()
     for name, chosen in {str(spec): compression(spec) for spec in specs}.items():
         kind = type(chosen.codec), type(chosen.feedback), getattr(chosen.feedback, "store", None), *here
         if (name, *kind) in _done:
             continue
-        for side in _SIDES[: 1 if kind in _done else None]:  # of one kind, numbers may choose other loops, sizes do not
+        for side in _SIDES[: 1 if kind in _done else None]:  # for a known kind, other settings may need other loops
             x = torch.randn(side, side, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
             use_once(x.to(device), chosen)
         _done.update((kind, (name, *kind)))
 
 
 def use_shares(device: torch.device) -> None:
-    """What elements take that go to their owners, beside what their codec takes."""
+    """Run the loops of ``sparse_reduce``, which sends elements to their owners."""
     operand = Operand("", torch.randn(4096, dtype=torch.float32, device=device), (64, 64), TopK(0.1), None, lambda _: 0)
     exchange = collective("sparse_reduce")([operand], Peers(None, 0, 1), measure=False)
     exchange.encode()
@@ -111,7 +112,7 @@ def use_shares(device: torch.device) -> None:
 
 
 def _use_all_at_once(x: Tensor, codec: GroupedCodec, chosen: Compression) -> None:
-    """What a step does with the tensors of a bucket together, where the host does not wait."""
+    """Run what a step does with all tensors of a bucket at once, where the device decides without the host."""
     findings, total = kernels.Findings(x.device), x.flatten().clone()
     payloads = torch.empty(2, codec.payload_nbytes(x.shape), dtype=torch.uint8, device=x.device)
     residuals = [] if chosen.feedback is None else [torch.zeros_like(total)]
@@ -125,7 +126,7 @@ def _use_all_at_once(x: Tensor, codec: GroupedCodec, chosen: Compression) -> Non
 
 
 def use_once(x: Tensor, chosen: Compression) -> None:
-    """All that a step does with a matrix, but for sending it."""
+    """Run all that a step does with a matrix, except for sending it."""
     codec, feedback = chosen.codec, chosen.new_feedback()
     kernels.all_zero(x.view(-1))
     kernels.all_finite(x.view(-1))
@@ -141,7 +142,7 @@ def use_once(x: Tensor, chosen: Compression) -> None:
     if feedback is not None and feedback.needs_learning_rates:
         feedback.set_learning_rates({"": 1.0})
     if isinstance(feedback, Feedback):
-        # Zeros at first, as an embedding's: selection goes another way where a sample says nothing.
+        # Zeros first, as in gradients of embeddings: selection takes another path where all sampled elements are zero.
         for commit in sorted({False, feedback.can_roll_back(x)}, reverse=True):
             for total in (torch.zeros_like(x).view(-1), x.flatten().clone()):
                 payload = feedback.encode("", total, codec, shape=x.shape, seed=0, commit=commit)[1]

@@ -1,14 +1,14 @@
-"""Who averages a module's gradients: the one place where that is asked.
+"""Find out what averages a module's gradients.
 
-Three may do so, also together:
+There are three possibilities, also in combination:
 
-* a ``DistributedDataParallel`` around the module, with or without ``torch.compile`` around that (:func:`ddp_of`), or
-  around parts of it (:func:`ddps_in`): among all of its ranks;
-* FSDP2, unit by unit (:func:`units_of`): among the ranks of one replica;
-* a handle of a module that neither does that for (:func:`averaging_of`): among the replicas.
+* a ``DistributedDataParallel`` around the module, perhaps inside ``torch.compile`` (:func:`ddp_of`), or around parts of
+  it (:func:`ddps_in`), averages among all of its ranks;
+* FSDP2 averages unit by unit (:func:`units_of`), among the ranks of one replica;
+* a handle averages a module that is not in DistributedDataParallel (:func:`averaging_of`), among the replicas.
 
-Who runs several backward passes in a step has to ask. A stage of a pipeline is such a one: it knows which of its passes
-is the last, and cannot know the handle that its user made. So such a handle is found here.
+Code that runs several backward passes in a step has to know. A pipeline stage, for example, knows which of its passes
+is the last, but not the handle that its user made. So handles are registered here (:func:`remember`).
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ __all__ = [
 
 
 class AveragesLater(Protocol):
-    """A handle that can wait with a module's gradients until all passes of a step are done."""
+    """A handle that can average a module's gradients after all passes of a step, not in each pass."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """In this context gradients add up, and nothing is averaged."""
+        """Return a context in which gradients accumulate and nothing is averaged."""
 
     def average(self) -> None:
-        """Gradients that have added up become their averages; on all ranks, outside of backward and of ``no_sync``."""
+        """Average the accumulated gradients. Call on all ranks, outside of backward and of ``no_sync``."""
 
 
 def bare(module: nn.Module) -> nn.Module:
-    """A module without the wrapper that ``torch.compile`` made of it."""
+    """Return the module inside the wrapper of ``torch.compile``, or the module itself if it has none."""
     return cast("nn.Module", getattr(module, "_orig_mod", module))
 
 
 def ddp_of(module: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that a module is; None where it is none. ``torch.compile`` is seen through.
+    """Return the module as DistributedDataParallel, also if it is inside ``torch.compile``; None if it is none.
 
     Example:
         >>> ddp_of(nn.Linear(2, 2)) is None
@@ -67,15 +67,15 @@ def ddp_of(module: nn.Module) -> DistributedDataParallel | None:
 
 
 def ddps_in(module: nn.Module) -> dict[str, DistributedDataParallel]:
-    """All that a module is or holds, whatever is around them, by name; its own name is empty."""
+    """Return all DistributedDataParallel modules in a module, at any depth, by name. The module's own name is empty."""
     return {name: each for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)}
 
 
 def averaged_by(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
-    """Name and tensor of each parameter whose gradients, if it has any, go into DDP's buckets, in the model's order.
-    These are all but those that it was told to ignore.
+    """Return name and tensor of each parameter whose gradients, if any, go into DDP's buckets, in the model's order:
+    all but those that DDP was told to ignore.
     """
-    # As it looks for them: the name of a parameter of the outermost module begins with a dot there.
+    # Names as DDP builds them: the name of a parameter of the outermost module begins with a dot.
     found = {
         p
         for at, module in ddp.module.named_modules()
@@ -86,21 +86,21 @@ def averaged_by(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called with this very module, which makes it one of another class."""
+    """Whether ``fully_shard`` was called with this module itself, which changes the module's class."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def units_of(module: nn.Module) -> list[FSDPModule]:
-    """The modules that ``fully_shard`` was called with, of a module and all in it."""
+    """Return the modules that ``fully_shard`` was called with, among a module and all its submodules."""
     return [cast("FSDPModule", each) for each in module.modules() if is_unit(each)]
 
 
-#: A handle lives as long as its module, whether or not anybody has kept it.
+#: Keeps a handle alive as long as its module, even if the user does not keep it.
 _handles: weakref.WeakKeyDictionary[nn.Module, AveragesLater] = weakref.WeakKeyDictionary()
 
 
 def averaging_of(module: nn.Module) -> AveragesLater | None:
-    """The handle that averages a module's gradients; None where there is none. ``torch.compile`` is seen through.
+    """Return the handle that averages a module's gradients, also if the module is inside ``torch.compile``; or None.
 
     Example:
         >>> averaging_of(nn.Linear(2, 2)) is None
@@ -110,7 +110,8 @@ def averaging_of(module: nn.Module) -> AveragesLater | None:
 
 
 def shares_with(module: nn.Module) -> bool:
-    """Whether a handle averages gradients of a module's parameters: its own, that of a part, or of what it is part of.
+    """Whether a handle averages gradients of any of a module's parameters: a handle of the module itself, of a part of
+    it, or of a module that contains it.
 
     Example:
         >>> shares_with(nn.Linear(2, 2))
@@ -121,11 +122,11 @@ def shares_with(module: nn.Module) -> bool:
 
 
 def remember(module: nn.Module, handle: AveragesLater) -> None:
-    """From now on a module has this handle."""
+    """Register a module's handle."""
     _handles[module] = handle
 
 
 def forget(module: nn.Module, handle: AveragesLater) -> None:
-    """It has it no longer, if it had it."""
+    """Unregister a module's handle, if it is this one."""
     if _handles.get(module) is handle:
         del _handles[module]
