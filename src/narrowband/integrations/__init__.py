@@ -1,7 +1,7 @@
-"""Compression in the trainers that people use: one module for each, which imports that trainer.
+"""Gradient compression in other libraries' trainers: one module per trainer, which imports it.
 
 :mod:`~narrowband.integrations.accelerate`, :mod:`~narrowband.integrations.lightning` and
-:mod:`~narrowband.integrations.transformers` find the model in DistributedDataParallel that the trainer made, give it to
-:func:`narrowband.compress_gradients`, and put every rank's state into the trainer's own checkpoints. The handle is the
-same, and so are the bits of a run: those of a loop of one's own.
+:mod:`~narrowband.integrations.transformers` find the DistributedDataParallel model that the trainer made, pass it to
+:func:`narrowband.compress_gradients`, and save every rank's state in the trainer's own checkpoints. The handle is the
+same as in a custom training loop, and a run has the same results, bit for bit.
 """

@@ -1,12 +1,13 @@
-"""Accelerate: its prepared model is in DistributedDataParallel, and its ``save_state`` folders get every rank's state.
+"""Compression with Accelerate: compress a prepared model, and save every rank's state in ``save_state`` folders.
 
-Accelerate's own setting for communication hooks is a closed list, so the hook is put into the prepared model. Objects
-given to ``register_for_checkpointing`` are written by the main process only, which would lose the residuals of all
-other ranks. So each rank writes and reads a file of its own, when Accelerate saves and loads and calls its hooks.
+Accelerate's own setting for communication hooks is a closed list, so the hook is registered with the prepared model.
+Objects given to ``register_for_checkpointing`` are written by the main process only, which would lose the residuals of
+all other ranks. So each rank writes and reads a file of its own, in hooks that Accelerate calls when it saves and
+loads.
 
-An accelerator does not say whether it has loaded anything. A handle that came after ``load_state`` would begin with
-empty residuals, and nobody would know. So ``load_state`` is told here to take down the folder, and a later handle loads
-its state from there.
+An accelerator does not tell whether it has loaded a checkpoint. A handle that is created after ``load_state`` would
+silently begin with empty residuals. So this module wraps ``load_state`` to record the folder, and a handle that is
+created later loads its state from there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from narrowband.integrations.states import load, read, write
 from narrowband.integrations.wrapped import ddp_in
 
 need("accelerate", "1.1", "1", extra="accelerate")
-from accelerate import Accelerator  # not before its version is known to do
+from accelerate import Accelerator  # after the check of its version
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,16 +48,16 @@ def compress_gradients(
 ) -> GradientCompression:
     """Compress what a prepared model sends, and let ``save_state`` and ``load_state`` of Accelerate include it.
 
-    Call it on all ranks, after ``accelerator.prepare`` and before training begins. Where ``load_state`` came before,
+    Call it on all ranks, after ``accelerator.prepare`` and before training begins. If ``load_state`` was called before,
     the handle loads its state at once, from the same folder.
 
     Args:
-        accelerator: that prepared the model. Its gradient scaler is used, if it has one.
-        model: as ``prepare`` returned it.
+        accelerator: the accelerator that prepared the model. Its gradient scaler is used, if it has one.
+        model: the model that ``prepare`` returned.
         spec: codec and feedback, see :func:`narrowband.compress_gradients`.
-        strict: whether ``load_state`` is an error where the checkpoint has no state of compression, or that of another
-            number of ranks. Otherwise residuals begin empty, or are shared out.
-        options: more for :func:`narrowband.compress_gradients`.
+        strict: whether ``load_state`` raises if the checkpoint has no compression state, or states of another number of
+            ranks. Otherwise residuals begin empty, or are shared out.
+        options: further arguments of :func:`narrowband.compress_gradients`.
 
     Returns:
         The handle.
@@ -64,7 +65,7 @@ def compress_gradients(
     Raises:
         UnsupportedError: the model is not prepared, or not for data parallelism.
         RuntimeError: training has begun.
-        ValueError: ``load_state`` came before, and its checkpoint lacks something.
+        ValueError: ``load_state`` was called before, and the state in its checkpoint is missing or does not fit.
 
     Example:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -82,7 +83,7 @@ def compress_gradients(
     handle = gradients.compress_gradients(ddp, spec, **options)
 
     def name(models: list[nn.Module]) -> str:
-        """Accelerate counts its models, and names the files of all but the first by their number."""
+        """Name the model's files as Accelerate does: it numbers its models and adds the number to all but the first."""
         number = next((i for i, each in enumerate(models) if ddp.module in each.modules()), 0)
         return f"narrowband_{number}" if number else "narrowband"
 
@@ -92,7 +93,7 @@ def compress_gradients(
     def restore(models: list[nn.Module], folder: str) -> None:
         load(handle, read(folder, name(models)), folder, strict=strict)
 
-    for hook in _hooks.pop(ddp, ()):  # of a handle that was removed
+    for hook in _hooks.pop(ddp, ()):  # hooks of a handle that was removed
         hook.remove()
     _hooks[ddp] = (accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(restore))
     if loaded is not None:
@@ -100,7 +101,7 @@ def compress_gradients(
     return handle
 
 
-#: A removed handle keeps them until the next one: they take away what an earlier save left in the same folder.
+#: The hooks by model. Those of a removed handle stay until the next handle: they delete files of an earlier save.
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -109,7 +110,7 @@ _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[RemovableHandle
 
 @dataclass(frozen=True)
 class _Load:
-    """What an accelerator has loaded last: from where, into what, and which step it then had."""
+    """The last ``load_state`` of an accelerator: the folder, the models, and the accelerator's step after it."""
 
     folder: str
     models: list[weakref.ref[nn.Module]]

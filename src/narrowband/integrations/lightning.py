@@ -1,11 +1,11 @@
-"""Lightning: a callback for its Trainer, and a function for Fabric.
+"""Compression with Lightning: a callback for its Trainer, and a function for Fabric.
 
-Lightning registers communication hooks on GPUs only, and on a CPU silently does not; Fabric has no argument for one.
-The callback gives the hook to the model as soon as Lightning has put it into DistributedDataParallel, on either.
+Lightning registers communication hooks on GPUs only, and silently ignores them on a CPU; Fabric has no argument for
+one. The callback registers the hook on both, as soon as Lightning has wrapped the model in DistributedDataParallel.
 
-A checkpoint of Lightning is one file, written by rank 0, which ``ModelCheckpoint`` renames, links, uploads and deletes.
-So rank 0 is sent the states of all ranks, and they lie in that file. It grows by the residuals of all ranks, each of
-the size of the model in float32, and every rank reads all of it when it resumes.
+A Lightning checkpoint is one file, written by rank 0, which ``ModelCheckpoint`` renames, links, uploads and deletes. So
+all ranks send their states to rank 0, which saves them in that file. The file grows by the residuals of all ranks, each
+of the size of the model in float32, and every rank reads the whole file when it resumes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from narrowband.errors import need
 from narrowband.integrations.states import gather, load
 from narrowband.integrations.wrapped import check_clipping, ddp_in, is_wrapped
 
-if find_spec("lightning") is None and find_spec("pytorch_lightning") is not None:  # the same, under its former name
+if find_spec("lightning") is None and find_spec("pytorch_lightning") is not None:  # Lightning's former name
     need("pytorch-lightning", "2.4", "2", extra="lightning")
     from pytorch_lightning import Callback
 else:
@@ -43,19 +43,19 @@ __all__ = ["CompressGradients", "Stateful", "compress_gradients"]
 
 log = logging.getLogger(__name__)
 
-#: What the states of all ranks are called in a checkpoint.
+#: The key of all ranks' states in a checkpoint.
 KEY = "narrowband"
 
 
 class CompressGradients(Callback):
-    """Compress what a model sends that Lightning's Trainer fits, and put every rank's state into its checkpoints.
+    """Compress the gradients of the model that a Lightning Trainer fits, and save all ranks' states in its checkpoints.
 
     Args:
         spec: codec and feedback, see :func:`narrowband.compress_gradients`.
-        strict: whether to resume is an error where the checkpoint has no state of compression, or that of another
-            number of ranks. Otherwise residuals begin empty, or are shared out.
-        options: more for :func:`narrowband.compress_gradients`. A gradient scaler, and the optimizer if there is one
-            only, are found.
+        strict: whether resuming raises if the checkpoint has no compression state, or states of another number of
+            ranks. Otherwise residuals begin empty, or are shared out.
+        options: further arguments of :func:`narrowband.compress_gradients`. ``grad_scaler``, and ``optimizer`` if the
+            Trainer has a single one, are taken from the Trainer by default.
 
     Example:
         >>> compression = CompressGradients("topk:density=0.01+ef")
@@ -74,7 +74,7 @@ class CompressGradients(Callback):
 
     @property
     def handle(self) -> GradientCompression:
-        """The handle of the model that is fitted, or was last.
+        """The handle of the model that is being fitted, or was fitted last.
 
         Raises:
             RuntimeError: nothing has been fitted in this process.
@@ -87,16 +87,16 @@ class CompressGradients(Callback):
         return self._handle
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin anew: what an earlier fit was, or found and did not begin with, is over."""
+        """Reset at the start of a fit: forget a state that an earlier fit has found but not loaded."""
         if stage == "fit":
             self._begun, self._found = False, None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep what will be loaded: to resume, Lightning reads a checkpoint before it wraps the model.
+        """Keep the state from a checkpoint until the model is wrapped: to resume, Lightning reads the checkpoint first.
 
-        One that is read later takes back the steps of a trial, such as a search of the learning rate. Trials before
-        ``on_fit_start`` are uncompressed, and their checkpoints are none of compression. After a later one its state is
-        taken back, too.
+        Lightning also reads a checkpoint to undo the steps of a trial, such as a learning-rate search. Trials before
+        ``on_fit_start`` are uncompressed, and their checkpoints have no compression state. After a later trial, the
+        state is restored at once.
         """
         if trainer.state.fn != "fit":
             return
@@ -110,8 +110,9 @@ class CompressGradients(Callback):
         """Compress the model that Lightning has wrapped.
 
         Raises:
-            UnsupportedError: it is not in DistributedDataParallel, or gradients are clipped that are sums.
-            ValueError: the checkpoint lacks something.
+            UnsupportedError: the model is not in DistributedDataParallel, or the Trainer clips averages that are sums
+                of many gradients.
+            ValueError: the state in the checkpoint is missing or does not fit.
         """
         options = {"grad_scaler": getattr(trainer.precision_plugin, "scaler", None), **self._options}
         if len(trainer.optimizers) == 1:
@@ -125,19 +126,19 @@ class CompressGradients(Callback):
         self._begun = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Refuse to train uncompressed.
+        """Refuse to train without compression.
 
         Raises:
-            RuntimeError: the callback was added when training had begun.
+            RuntimeError: the callback was added after training had begun.
         """
         if self._handle is None:
             raise RuntimeError("CompressGradients was added when training had begun: give it to Trainer(callbacks=…)")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put the states of all ranks into what rank 0 writes. After an exception in the middle of a step there is none
-        to be had, and what is saved then has the parameters and the optimizer alone.
+        """Add the states of all ranks to the checkpoint on rank 0. After an exception in the middle of a step there is
+        no valid state, and the checkpoint is saved without one.
         """
-        if self._handle is None:  # a Trainer may save what it has not fitted
+        if self._handle is None:  # a Trainer may save a model that it has not fitted
             return
         try:
             states = gather(self._handle)
@@ -153,16 +154,16 @@ class CompressGradients(Callback):
 def compress_gradients(
     fabric: Fabric, model: nn.Module, spec: str | Codec | Compression | Method | Plan | Policy, **options: Any
 ) -> GradientCompression:
-    """Compress what a model sends that Fabric has set up. Call it on all ranks, before the first backward.
+    """Compress the gradients of a model that Fabric has set up. Call it on all ranks, before the first backward.
 
     Args:
-        fabric: that set it up. Its gradient scaler is used, if it has one.
-        model: as ``fabric.setup`` returned it.
+        fabric: the Fabric that set up the model. Its gradient scaler is used, if it has one.
+        model: the model that ``fabric.setup`` returned.
         spec: codec and feedback, see :func:`narrowband.compress_gradients`.
-        options: more for :func:`narrowband.compress_gradients`.
+        options: further arguments of :func:`narrowband.compress_gradients`.
 
     Returns:
-        The handle. :class:`Stateful` puts it into a checkpoint.
+        The handle. Wrap it in :class:`Stateful` to save it in a checkpoint.
 
     Raises:
         UnsupportedError: the model is not in DistributedDataParallel.
@@ -178,26 +179,26 @@ def compress_gradients(
 
 
 class Stateful:
-    """What ``fabric.save`` and ``fabric.load`` take for a handle: the states of all ranks, in the file of rank 0.
+    """Wraps a handle for ``fabric.save`` and ``fabric.load``: the states of all ranks are in the file of rank 0.
 
     Args:
-        handle: whose.
-        strict: whether to load is an error where the checkpoint has no state of compression, since the handle had been
-            removed, or that of another number of ranks. Otherwise residuals begin empty, or are shared out.
+        handle: the handle to save or load.
+        strict: whether loading raises if the checkpoint has no compression state (because the handle had been removed),
+            or states of another number of ranks. Otherwise residuals begin empty, or are shared out.
     """
 
     def __init__(self, handle: GradientCompression, *, strict: bool = True) -> None:
         self._handle, self._strict = handle, strict
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, on rank 0. Call on all ranks, as ``fabric.save`` does."""
+        """Return the states of all ranks on rank 0. Call on all ranks, as ``fabric.save`` does."""
         return {"states": gather(self._handle)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from them. Call on all ranks, as ``fabric.load`` does.
+        """Resume from the states of all ranks. Call on all ranks, as ``fabric.load`` does.
 
         Raises:
-            ValueError: there are none, or those of another number of ranks.
+            ValueError: with ``strict``: there are no states, or they are of another number of ranks.
         """
         found = _mine(state["states"], dist.get_rank(), dist.get_world_size())
         load(self._handle, found, "the checkpoint", strict=self._strict)
@@ -206,5 +207,5 @@ class Stateful:
 def _mine(
     states: Sequence[Mapping[str, Any]] | None, rank: int, size: int
 ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
-    """This rank's state, of as many ranks as there are; or else all, or an empty list."""
+    """Return this rank's state if the number of ranks is unchanged; else all states, or an empty list."""
     return states[rank] if states and len(states) == size else states or []

@@ -1,12 +1,12 @@
-"""Every rank's state of compression in a checkpoint that is not ours.
+"""Save and load every rank's compression state in a trainer's checkpoint.
 
-Each rank has residuals of its own, and trainers let rank 0 write what they save. Where a checkpoint is a folder, every
-rank puts a file of its own into it (:func:`write`). Where it is one file, rank 0 is sent what the others have
-(:func:`gather`). Either way ranks tell each other what they have found before any of them loads it (:func:`load`): one
-that found nothing would leave the others waiting.
+Each rank has residuals of its own, but trainers let only rank 0 write. If a checkpoint is a folder, every rank puts a
+file of its own into it (:func:`write`). If it is one file, the other ranks send their states to rank 0
+(:func:`gather`). In both cases, ranks tell each other what they have found before any of them loads it (:func:`load`);
+otherwise a rank that found nothing would leave the others waiting.
 
-A handle that was removed has no state, and its trainer goes on with its own checkpoints: nothing is put into them for
-it, and nothing is loaded from them.
+A handle that was removed has no state. Its trainer goes on with its own checkpoints, in which nothing is saved for the
+handle and from which nothing is loaded.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ State = Mapping[str, Any]
 
 
 def write(handle: GradientCompression, folder: str | os.PathLike[str], name: str = "narrowband") -> Path | None:
-    """Write this rank's state into a folder: ``narrowband-rank0-of-2.pt``. Call on all ranks, between steps.
+    """Write this rank's state into a folder, such as ``narrowband-rank0-of-2.pt``. Call on all ranks, between steps.
 
-    The file is there as a whole, or not at all. Those of another number of ranks, which a former run left in the same
-    folder, are taken away; and if the handle was removed, that of this rank, too.
+    The file is written atomically. Files that a former run with another number of ranks left in the folder are deleted.
+    If the handle was removed, this rank's file is deleted, too.
 
     Returns:
-        The file; None if the handle was removed.
+        The file's path; None if the handle was removed.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     folder = Path(folder)
@@ -64,17 +64,19 @@ def write(handle: GradientCompression, folder: str | os.PathLike[str], name: str
 
 @dataclass(frozen=True)
 class Torn:
-    """What is in the place of a state that cannot be read, so that all ranks hear of it.
+    """Stands for a state that could not be read, so that :func:`load` can report it to all ranks.
 
     Attributes:
-        why: the file, and what is wrong with it.
+        why: the file's name, and what is wrong with it.
     """
 
     why: str
 
 
 def read(folder: str | os.PathLike[str], name: str = "narrowband") -> State | list[State] | Torn:
-    """This rank's state from a folder, or else those of all ranks there were, or an empty list."""
+    """Read this rank's state from a folder; or a list with the states of all ranks, if their number was another one; or
+    an empty list.
+    """
     folder = Path(folder)
     own = folder / f"{name}-rank{dist.get_rank()}-of-{dist.get_world_size()}.pt"
     file = own
@@ -88,7 +90,7 @@ def read(folder: str | os.PathLike[str], name: str = "narrowband") -> State | li
         for file in files:
             found.append(_read(file))
         return found
-    except Exception as error:  # whatever a torn file makes PyTorch raise
+    except Exception as error:  # PyTorch raises many kinds for a truncated file
         return Torn(f"{file.name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
@@ -96,10 +98,10 @@ def read(folder: str | os.PathLike[str], name: str = "narrowband") -> State | li
 
 
 def gather(handle: GradientCompression) -> list[State]:
-    """The states of all ranks, in the order of ranks, on the first one; an empty list on the others. Call on all ranks.
+    """Collect the states of all ranks on rank 0, in the order of ranks; an empty list on the others. Call on all ranks.
 
-    They come one after the other, so that no device has to hold more than one of them beside its own. If the handle was
-    removed, there are none.
+    They are sent one after the other, so that no device has to hold more than one of them beside its own. If the handle
+    was removed, the list is empty on rank 0, too.
     """
     if not _has_state(handle):
         return []
@@ -109,7 +111,7 @@ def gather(handle: GradientCompression) -> list[State]:
     if dist.get_rank():
         dist.send_object_list(written, dst=0)
         return []
-    states = [_read(io.BytesIO(written[0]))]  # a copy, as those of the others are: it may be written later
+    states = [_read(io.BytesIO(written[0]))]  # a copy, since it may be saved later
     for source in range(1, dist.get_world_size()):
         dist.recv_object_list(written, src=source)
         states.append(_read(io.BytesIO(written[0])))
@@ -120,18 +122,19 @@ def gather(handle: GradientCompression) -> list[State]:
 
 
 def load(handle: GradientCompression, found: State | Sequence[State] | Torn, where: str, *, strict: bool) -> None:
-    """Go on from what this rank has found in a checkpoint. Call on all ranks.
+    """Resume from what this rank has found in a checkpoint. Call on all ranks.
 
     Args:
-        handle: that goes on. If it was removed, nothing is loaded.
-        found: its own state; those of all ranks there were, if these were others than now; nothing; or what cannot be
-            read.
+        handle: the handle to load into. If it was removed, nothing is loaded.
+        found: in the form that :func:`read` returns: this rank's state; or the states of all former ranks, if their
+            number was another one; or an empty list; or :class:`Torn`.
         where: the checkpoint, for messages.
         strict: whether every rank needs a state of its own. Otherwise residuals of another number of ranks are shared
-            out, and where there are none they begin empty.
+            out, and without any state residuals begin empty.
 
     Raises:
-        ValueError: no state, one that cannot be read, or those of another number of ranks; on all ranks.
+        ValueError: a state that cannot be read or that only some ranks have; with ``strict``, also no state, or states
+            of another number of ranks. Raised on all ranks.
     """
     if not _has_state(handle):
         return
@@ -163,7 +166,7 @@ _told: weakref.WeakSet[GradientCompression] = weakref.WeakSet()
 
 
 def _has_state(handle: GradientCompression) -> bool:
-    """Whether a handle has a state to save and to load. If it was removed, that is logged, once."""
+    """Whether a handle has a state to save and to load. If it was removed, log that once."""
     if handle.removed and handle not in _told:
         _told.add(handle)
         log.warning("compression was removed: checkpoints are saved without a state of it, and none is loaded")

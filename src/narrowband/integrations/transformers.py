@@ -1,13 +1,13 @@
-"""Hugging Face Transformers: its Trainer, and those derived from it.
+"""Compression with the Trainer of Hugging Face Transformers, and with trainers derived from it.
 
-The Trainer wraps the model when ``train()`` is called, and no argument reaches that place. A callback is told when the
-model is wrapped and nothing has been trained, but not where it is, nor which checkpoint the run resumes from. So
-:func:`compress_gradients` is given the Trainer, and listens to its ``train``.
+The Trainer wraps the model in ``train()``, with no argument for a hook. A callback is called when the model has been
+wrapped and no step has been trained, but is not told where the wrapped model is, nor which checkpoint the run resumes
+from. So :func:`compress_gradients` takes the Trainer, and wraps its ``train`` method.
 
-A checkpoint that SIGTERM asks for (``enable_jit_checkpoint``) the Trainer writes as soon as it learns of that, and
-tells no callback. Mostly this is between backward and the optimizer's step, where residuals are those after the step
-and parameters those before it. And ranks that learn of it at different places wait for each other in vain. So here it
-is written when the step ends, and training stops then.
+With ``enable_jit_checkpoint``, the Trainer writes a checkpoint on SIGTERM as soon as it notices the signal, and runs no
+callback. Usually this is between backward and the optimizer's step, when residuals are already those after the step but
+parameters are those before it. Moreover, ranks that notice the signal at different points wait for each other forever.
+So this module delays that checkpoint to the end of the step, and then stops training.
 """
 
 from __future__ import annotations
@@ -54,23 +54,25 @@ def compress_gradients(
     strict: bool = True,
     **options: Any,
 ) -> CompressGradients:
-    """Compress what the model of a Trainer sends, and put every rank's state into its checkpoints.
+    """Compress the gradients of a Trainer's model, and save every rank's state in the Trainer's checkpoints.
 
     Call it on all ranks, before ``trainer.train()``.
 
     Args:
-        trainer: of Transformers, or derived from it.
+        trainer: the Trainer of Transformers, or one derived from it.
         spec: codec and feedback, see :func:`narrowband.compress_gradients`.
-        strict: whether to resume is an error where the checkpoint has no state of compression, or that of another
-            number of ranks. Otherwise residuals begin empty, or are shared out.
-        options: more for :func:`narrowband.compress_gradients`. Gradient scaler and optimizer are found.
+        strict: whether resuming raises if the checkpoint has no compression state, or states of another number of
+            ranks. Otherwise residuals begin empty, or are shared out.
+        options: further arguments of :func:`narrowband.compress_gradients`. ``grad_scaler`` and ``optimizer`` are taken
+            from the Trainer by default.
 
     Returns:
-        The callback; its ``handle`` is there when training has begun.
+        The callback. Its ``handle`` exists when training has begun.
 
     Raises:
         RuntimeError: training has begun.
-        UnsupportedError: ``enable_jit_checkpoint`` in a version of Transformers that does it in another way.
+        UnsupportedError: ``enable_jit_checkpoint`` is set, and this version of Transformers implements it in an unknown
+            way.
 
     Example:
         >>> compression = compress_gradients(trainer, "topk:density=0.01+ef")
@@ -97,7 +99,7 @@ def compress_gradients(
 
 
 class CompressGradients(TrainerCallback):
-    """What :func:`compress_gradients` adds to a Trainer."""
+    """The callback that :func:`compress_gradients` adds to a Trainer."""
 
     def __init__(
         self,
@@ -109,13 +111,13 @@ class CompressGradients(TrainerCallback):
         self._trainer, self._spec, self._strict, self._options = trainer, spec, strict, options
         self._ddp: DistributedDataParallel | None = None
         self._handle: GradientCompression | None = None
-        self._asked: Callable[[], None] | None = None  # what writes the checkpoint that SIGTERM has asked for
-        #: The folder that this call of ``train`` goes on from.
+        self._asked: Callable[[], None] | None = None  # writes the checkpoint that SIGTERM has asked for
+        #: The checkpoint folder from which this call of ``train`` resumes.
         self.resume_from: str | bool | None = None
 
     @property
     def handle(self) -> GradientCompression:
-        """The handle of the model that is trained, or was last.
+        """The handle of the model that is being trained, or was trained last.
 
         Raises:
             RuntimeError: nothing has been trained.
@@ -125,10 +127,10 @@ class CompressGradients(TrainerCallback):
         return self._handle
 
     def save_on_sigterm(self) -> None:
-        """Let the Trainer write a checkpoint that SIGTERM asks for when a step ends, and add this rank's state.
+        """Delay the checkpoint that SIGTERM asks for to the end of the step, and add this rank's state to it.
 
         Raises:
-            UnsupportedError: it cannot be told to.
+            UnsupportedError: no callback of the Trainer saves on SIGTERM in a known way.
         """
         managers = [getattr(each, "jit_manager", None) for each in self._trainer.callback_handler.callbacks]
         manager = next((each for each in managers if hasattr(each, "execute_jit_checkpoint")), None)
@@ -142,7 +144,7 @@ class CompressGradients(TrainerCallback):
 
         def later() -> None:
             manager.is_checkpoint_requested = False
-            # whoever calls this has set it, and it would end a step with this batch, whatever others of it are to come
+            # The caller has set this flag. It would end the step with this batch, before its other micro-batches.
             self._trainer.control.should_training_stop = False
             self._asked = save
 
@@ -154,10 +156,10 @@ class CompressGradients(TrainerCallback):
         """Compress the model that the Trainer has wrapped.
 
         Raises:
-            UnsupportedError: it is not in DistributedDataParallel, gradients are clipped that are sums, or a search of
-                hyperparameters, whose folders a callback is not told.
-            ValueError: the checkpoint lacks something.
-            RuntimeError: the run resumes, and nobody said from where.
+            UnsupportedError: the model is not in DistributedDataParallel; the Trainer clips averages that are sums of
+                many gradients; or it is a hyperparameter search, whose folders callbacks are not told.
+            ValueError: the state in the checkpoint is missing or does not fit.
+            RuntimeError: the run resumes from an unknown checkpoint.
         """
         if state.is_hyper_param_search:
             raise UnsupportedError("hyperparameter_search keeps checkpoints in folders that callbacks are not told")
@@ -180,16 +182,16 @@ class CompressGradients(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse to train uncompressed.
+        """Refuse to train without compression.
 
         Raises:
-            RuntimeError: the callback was added when training had begun.
+            RuntimeError: the callback was added after training had begun.
         """
         if self._handle is None:
             raise RuntimeError("this callback was added when training had begun: use compress_gradients(trainer, …)")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the checkpoint that SIGTERM has asked for, if it has."""
+        """Write the checkpoint that SIGTERM has asked for, if any, and stop training."""
         save, self._asked = self._asked, None
         if save is not None:
             control.should_training_stop, control.should_save = True, False
@@ -199,10 +201,10 @@ class CompressGradients(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The same, where SIGTERM came after an epoch's last step."""
+        """The same, if SIGTERM came after the last step of an epoch."""
         self.on_step_end(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write this rank's state into the checkpoint's folder, where the Trainer has put its own."""
+        """Write this rank's state into the checkpoint folder of the Trainer."""
         if not args.save_only_model:
             write(self.handle, Path(args.output_dir, f"checkpoint-{state.global_step}"))

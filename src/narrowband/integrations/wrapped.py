@@ -1,4 +1,4 @@
-"""What a trainer has made of a model, and of the training around it."""
+"""Find the DistributedDataParallel model in a trainer, and check the trainer's gradient clipping."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["check_clipping", "ddp_in", "is_wrapped"]
 
 
 def ddp_in(model: nn.Module, advice: str) -> DistributedDataParallel:
-    """The DistributedDataParallel in what a trainer calls, whatever it has put around that.
+    """Return the DistributedDataParallel model in the module that a trainer calls, whatever wraps it.
 
     Args:
-        model: what the trainer calls in a step.
-        advice: what to do where there is none.
+        model: the module that the trainer calls in a step.
+        advice: what to do if there is none, for the error.
 
     Raises:
         UnsupportedError: there is none, or more than one.
@@ -36,20 +36,20 @@ def ddp_in(model: nn.Module, advice: str) -> DistributedDataParallel:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether there is a DistributedDataParallel in what a trainer calls."""
+    """Whether there is a DistributedDataParallel model in the module that a trainer calls."""
     return bool(ddps_in(model))
 
 
 def check_clipping(handle: GradientCompression, max_norm: float | None, setting: str) -> None:
-    """Refuse a trainer that clips averages where these are sums of many gradients, as with ``dgc``.
+    """Refuse a trainer that clips averages which are sums of many gradients, as with ``dgc``.
 
     Args:
         handle: of the model.
-        max_norm: the norm at which the trainer clips; None or 0: not.
-        setting: its name in the trainer.
+        max_norm: the norm at which the trainer clips; None or 0: it does not clip.
+        setting: the name of this setting in the trainer.
 
     Raises:
-        UnsupportedError: it clips them.
+        UnsupportedError: the trainer clips such averages.
     """
     feedback = handle.compression.feedback
     if max_norm and feedback is not None and feedback.observes_uncompressed:
