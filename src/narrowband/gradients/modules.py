@@ -183,8 +183,8 @@ class ModuleCompression(GradientCompression):
             self._send()
 
     def _is_ready(self, at: int) -> bool:
-        """Whether a group can be sent. The group at ``_tells_at`` waits for other ranks of the replica, so before it all
-        gradients of the step must have arrived: until then, FSDP2's collectives on those ranks may need this rank.
+        """Whether a group can be sent. The group at ``_tells_at`` waits for other ranks of the replica, so before it
+        all gradients of the step must have arrived: until then, FSDP2's collectives there may need this rank.
         """
         waits = self._replica is not None and at >= self._tells_at
         return not any(self._lacking[at:]) if waits else not self._lacking[at]
@@ -203,8 +203,8 @@ class ModuleCompression(GradientCompression):
         self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1))
 
     def _tell(self, buffer: Tensor, at: int) -> None:
-        """Look for inf and NaN in a group. At group ``_tells_at``, compare with the replica's ranks, and fill the buffer
-        with NaN if any rank has found some.
+        """Look for inf and NaN in a group. At group ``_tells_at``, compare with the replica's ranks, and fill the
+        buffer with NaN if any rank has found some.
         """
         assert self._replica is not None
         if buffer.numel():
