@@ -1,4 +1,4 @@
-"""Inside FSDP2: the shards of gradients that are reduced, and of parameters that are gathered, compressed."""
+"""Compress the collectives of FSDP2: the reduce-scatter of gradients and the all-gather of parameters."""
 
 from narrowband.sharding.handle import ShardCompression, ShardStats
 from narrowband.sharding.setup import compress_shards

@@ -1,21 +1,21 @@
 """The two collectives of FSDP2, compressed.
 
-**Gradients.** A reduce-scatter: of a module's gradients, every rank sends each other rank the part that belongs to its
-shard, and adds up what it gets. Here parts travel as payloads, and are added up in float32; a rank's own part is added
-as it is. There is no feedback: a residual would be as large as the whole model on every rank, and undo what sharding
-saves. So the codec has to be unbiased, or fine.
+**Gradients.** A reduce-scatter: every rank sends each other rank the part of a module's gradients that belongs to that
+rank's shard, and adds up the parts that it receives. Here parts travel as payloads, and are added up in float32; a
+rank's own part is added uncompressed. There is no feedback: a residual would be as large as the whole model on every
+rank, and undo the savings of sharding. So the codec must be unbiased, or fine.
 
 **Parameters.** An all-gather: every rank sends its shard to all others, before forward and again before backward. All
-ranks keep a *reference*: the parameters as they were last sent. A rank sends what its shard differs from its part of
-the reference, and all ranks, itself included, add what arrives to the reference and compute with that. Parameters
-change little in a step, so few bits say much of the difference; what the codec loses is in the next difference, so
-errors do not add up (SDP4Bit, arXiv 2410.15526, section 3.1, sends differences, too; there the loss is made up for by
-what receivers compute). Where nothing has changed since, nothing is sent: so backward sends nothing, nor do further
-micro-batches, nor evaluation.
+ranks keep a *reference*: the parameters as they were last sent. A rank sends the difference between its shard and its
+part of the reference. All ranks, the sender included, add the decoded differences to the reference, and compute with
+the reference. Parameters change little in a step, so a few bits describe the difference well. The codec's loss is part
+of the next difference, so errors do not add up. (SDP4Bit, arXiv 2410.15526, section 3.1, sends differences, too; there
+the loss is made up for by what receivers compute.) If the parameters have not changed, nothing is sent: backward sends
+nothing, nor do further micro-batches, nor evaluation.
 
-The optimizer goes on with its exact shards. Were C a codec with ``‖x − C(x)‖ ≤ δ‖x‖``, and ``‖w_t − w_{t−1}‖ ≤ u``,
-then the reference r_t has ``‖w_t − r_t‖ ≤ δ(u + ‖w_{t−1} − r_{t−1}‖) ≤ uδ/(1 − δ)``: a share of one step's change,
-however many steps there were. It takes δ < 1.
+The optimizer steps its exact shards w_t. For a codec C with ``‖x − C(x)‖ ≤ δ‖x‖``, and steps ``‖w_t − w_{t−1}‖ ≤ u``,
+the reference r_t satisfies ``‖w_t − r_t‖ ≤ δ(u + ‖w_{t−1} − r_{t−1}‖) ≤ uδ/(1 − δ)``: the error is bounded by a share
+of one step's change, however many steps there were. This requires δ < 1.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ if TYPE_CHECKING:
 
 __all__ = ["DIFFERENCES", "NOTHING", "WHOLE", "GradientExchange", "ParameterExchange"]
 
-#: What is sent of a module's parameters. A larger one has precedence, where ranks say different ones.
+#: What is sent of a module's parameters. If ranks need different ones, the largest is sent by all.
 NOTHING, DIFFERENCES, WHOLE = 0, 1, 2
 
-#: Parameters that differ from the reference by more than this share of their norm are sent whole.
+#: If the difference from the reference has more than this share of the parameters' norm, they are sent whole.
 _FAR = 0.5
 
 _MASK = (1 << 64) - 1
 
 
 class _Exchange:
-    """One of the two collectives of one module, in the form in which FSDP2 takes it.
+    """One of the two collectives of one module, with the interface that FSDP2 expects of custom collectives.
 
     Args:
-        layout: what is sent.
-        codec: of matrices; None: nothing is compressed.
-        seed: of stochastic rounding, another one for each module.
-        count: is told how many bytes this rank would have sent, and how many it did.
-        met: the ranks of each group, by its id; all exchanges of a model have one, and a thread for all their messages.
+        layout: the layout of the flat tensors that are sent.
+        codec: the codec of matrices; None: nothing is compressed.
+        seed: seed of stochastic rounding, different for each module.
+        count: called with the bytes that this rank would have sent uncompressed, and the bytes that it sent.
+        met: group id → its ranks. All exchanges of a model share it, and with it one thread for all their messages.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class _Exchange:
         self._peers = met
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a flat tensor, as FSDP2 asks for it."""
+        """Allocate a flat tensor. FSDP2 calls this."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def close(self) -> None:
-        """From now on nothing is compressed."""
+        """Stop compressing: from now on everything is sent as it is."""
         self._codec = None
         for peers in self._peers.values():
             peers.close()
@@ -117,7 +117,7 @@ class GradientExchange(_Exchange):
         raw = (size - 1) * numel * output_tensor.element_size()
         layout = self.layout.trained()
         if self._codec is None or layout.numel != numel or layout.world_size != size:
-            # Or the gradients of some parameters are not there: then others are elsewhere.
+            # Sizes differ if some parameters got no gradient: then the others lie elsewhere than the layout says.
             self._count(raw, raw)
             return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         message = self._message(layout, self._codec, input_tensor.dtype)
@@ -147,13 +147,14 @@ class ParameterExchange(_Exchange):
     """All-gather, for ``FSDPModule.set_custom_all_gather``.
 
     Args:
-        agree: makes all ranks set :attr:`due` of this exchange alike; called where no forward pass of the model has.
-        referenced: whether there is a reference; without, parameters are compressed themselves, each time.
+        agree: sets :attr:`due` of this exchange to the same value on all ranks, unless a forward pass of the model has
+            done so already.
+        referenced: whether to keep a reference. Without one, the parameters themselves are compressed, each time.
 
     Attributes:
-        reference: ranks × elements, as parameters were last sent; None before.
-        due: what is sent next.
-        mark: of this rank's shards as they were last sent.
+        reference: ranks × elements: the parameters as they were last sent; None before they were.
+        due: what is sent next: ``NOTHING``, ``DIFFERENCES`` or ``WHOLE``.
+        mark: checksum of this rank's shards when they were last sent.
     """
 
     def __init__(
@@ -173,13 +174,13 @@ class ParameterExchange(_Exchange):
         self.mark: int | None = None
         self.referenced = referenced and codec is not None
         self._seen: int | None = None
-        self._sent: int | None = None  # as FSDP2 gave it
+        self._sent: int | None = None  # checksum of the flat tensor that FSDP2 passed when it was last sent
         self._agree = agree
         self._broken = False
 
     @torch.no_grad()
     def look(self, rank: int) -> int:
-        """What this rank has to send: how its shards have changed since they were last sent."""
+        """Return what this rank needs to send, by how its shards have changed since they were last sent."""
         self._seen = 0
         for one in torch.stack([kernels.checksum(own) for _, own in self.layout.own()]).tolist():
             self._seen = (self._seen * 31 + one) & _MASK
@@ -196,12 +197,14 @@ class ParameterExchange(_Exchange):
         return DIFFERENCES if far <= _FAR**2 * norm else WHOLE  # WHOLE where one of them is NaN, too
 
     def forget(self) -> None:
-        """Send everything next."""
+        """Drop the reference, so that everything is sent next."""
         self.reference = self.mark = self._sent = None
         self.due = WHOLE
 
     def sum_of_reference(self) -> int:
-        """A checksum, to be compared between ranks: in half of the range of integers, so that it has a negative."""
+        """Return a checksum of the reference for ranks to compare, in half the range of int64, so that its negative
+        can be represented, too.
+        """
         return 0 if self.reference is None else int(kernels.checksum(self.reference)) >> 1
 
     def __call__(
@@ -211,7 +214,7 @@ class ParameterExchange(_Exchange):
         size, numel = group.size(), input_tensor.numel()
         raw = all_gather_nbytes(numel * input_tensor.element_size(), size)
         if self._codec is None or self.layout.numel != numel or self.layout.world_size != size:
-            # Or it is a gather within a part of the ranks, of what was gathered before (reshard_after_forward=2).
+            # Sizes differ in a gather among some of the ranks, of what was gathered before (reshard_after_forward=2).
             self._count(raw, raw)
             work = all_gather(output_tensor, input_tensor, self._among(group))
             if work is not None and not async_op:
@@ -238,7 +241,7 @@ class ParameterExchange(_Exchange):
         return None
 
     def _refer(self, out: Tensor, own: Tensor, peers: Peers, raw: int) -> None:
-        """Bring the reference up to date, and give it out."""
+        """Exchange what is due, update the reference, and copy it to ``out``."""
         assert self._codec is not None
         if not is_in_backward():
             self._agree(self)
@@ -246,7 +249,7 @@ class ParameterExchange(_Exchange):
             if self.reference is None:
                 self.layout.check(own)
             _gather(out, own, peers)
-            with torch.inference_mode(mode=False):  # so that it can be changed in training, too
+            with torch.inference_mode(mode=False):  # an inference tensor could not be changed in training
                 self.reference = torch.empty(out.shape, dtype=out.dtype, device=out.device)
             self.reference.copy_(out)
             self._count(raw, raw)
@@ -272,7 +275,7 @@ class ParameterExchange(_Exchange):
         out.copy_(self.reference)
 
     def _gathered(self, own: Tensor, peers: Peers) -> Tensor:
-        """The messages of all ranks."""
+        """Return the messages of all ranks, one row each."""
         rows = torch.empty(peers.size, own.numel(), dtype=torch.uint8, device=own.device)
         _gather(rows, own, peers)
         return rows
@@ -295,10 +298,10 @@ def _gather(out: Tensor, x: Tensor, peers: Peers) -> None:
 
 
 def _weight(op: Any, size: int) -> float:
-    """What parts are multiplied by before they are added up.
+    """Return the factor for parts before they are added up: 1 for a sum, 1 / ``size`` for a mean.
 
     Raises:
-        UnsupportedError: the operation is another one.
+        UnsupportedError: the operation is neither.
     """
     if op == dist.ReduceOp.SUM:
         return 1.0

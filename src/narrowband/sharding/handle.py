@@ -1,4 +1,6 @@
-"""What :func:`~narrowband.compress_shards` returns: which parameters have changed, statistics, checkpoints."""
+"""The handle of :func:`~narrowband.compress_shards`: it finds out which parameters have changed, and has statistics and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ __all__ = ["ShardCompression", "ShardStats"]
 
 _VERSION = 1
 
-#: The references of all ranks are compared in the first forward pass, and in one of so many.
+#: Ranks compare their references in the first forward pass, and then in every ``_COMPARE_EVERY``-th.
 _COMPARE_EVERY = 50
 
 _LOAD_ADVICE = "Call load_state_dict on all ranks, between the same two steps. Nothing has changed on any rank"
@@ -42,14 +44,14 @@ _LOAD_ADVICE = "Call load_state_dict on all ranks, between the same two steps. N
 
 @dataclass
 class ShardStats(StepRecord):
-    """One step, from one forward pass of the model to the next, or the sum of several.
+    """Statistics of one step, from one forward pass of the model to the next, or of several steps together.
 
     Attributes:
-        steps: how many steps.
-        raw_bytes: what this rank would have sent uncompressed.
-        sent_bytes: what it sent; network headers are not counted.
-        raw_gradient_bytes: of ``raw_bytes``, those of gradients.
-        sent_gradient_bytes: of ``sent_bytes``, those of gradients.
+        steps: number of steps.
+        raw_bytes: bytes that this rank would have sent uncompressed.
+        sent_bytes: bytes that it sent, without network headers.
+        raw_gradient_bytes: the part of ``raw_bytes`` that is gradients.
+        sent_gradient_bytes: the part of ``sent_bytes`` that is gradients.
     """
 
     steps: int = 0
@@ -58,15 +60,15 @@ class ShardStats(StepRecord):
 
 
 class ShardCompression:
-    """The handle of :func:`compress_shards`. ``repr(handle)`` says what it does and what it has saved.
+    """The handle of :func:`compress_shards`. ``repr(handle)`` shows its settings and the bytes that it has saved.
 
     Args:
-        model: that FSDP2 shards.
-        modules: those of its modules that are sent together, and what is sent of each.
+        model: the model that FSDP2 shards.
+        modules: the modules that ``fully_shard`` was called with, each with the layout of what is sent of it.
         gradients: the codec of gradients; None: they are not compressed.
         parameters: the codec of parameters; None: they are not compressed.
         referenced: whether differences of parameters are sent.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class ShardCompression:
         self._gradients: list[GradientExchange] = []
         self._parameters: list[ParameterExchange] = []
         self._total, self._last = ShardStats(), ShardStats()
-        self._forward = False  # whether a forward pass of the model is on its way, in which all has been looked at
+        self._forward = False  # whether a forward pass of the model is running, which has set every exchange's `due`
         self._looks = 0
         own = weakref.WeakMethod(self._count)
         met: dict[int, Peers] = {}
@@ -134,20 +136,21 @@ class ShardCompression:
     # ---- what users call ---------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats[ShardStats]:
-        """Bytes: in total, and since the model was last called."""
+        """Return the bytes in total, and since the model was last called."""
         return Stats(ShardStats(**vars(self._total)), ShardStats(**vars(self._last)))
 
     @property
     def reference_nbytes(self) -> int:
-        """Bytes of this rank's memory that references take: as many as the whole model's parameters, once these were
-        sent; none without references.
+        """Bytes of this rank's memory that references take: as many as the whole model's parameters, once they have
+        been sent; 0 without references.
         """
         return sum(each.reference.nbytes for each in self._parameters if each.reference is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on to the bit: this rank's part of the references. Every rank has its own.
+        """Return all that a run needs to resume bit for bit: this rank's part of the references. Every rank has its
+        own state.
 
-        Without it a resumed run sends all parameters once, as they are, and goes on from there.
+        Without it, a resumed run sends all parameters once uncompressed, and continues from there.
         """
         rank = dist.get_rank(self.process_group)
         return {
@@ -169,7 +172,8 @@ class ShardCompression:
 
     @property
     def stateful(self) -> Saved:
-        """What ``torch.distributed.checkpoint`` saves and loads, beside model and optimizer, on as many ranks.
+        """The handle's state in the form that ``torch.distributed.checkpoint`` saves and loads, beside model and
+        optimizer. The number of ranks must be the same when it is loaded.
 
         Example:
             >>> import torch.distributed.checkpoint as dcp
@@ -180,10 +184,10 @@ class ShardCompression:
         return Saved(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken. Call on all ranks, with the number of ranks there was.
+        """Resume from a :meth:`state_dict`. Call it on all ranks, with the same number of ranks as when it was saved.
 
         Raises:
-            ValueError: the state of another rank, number of ranks or model, or of other codecs; on all ranks.
+            ValueError: on any rank, the state is of another rank, number of ranks, model or codecs. All ranks raise.
         """
         problem = self._problem(state)
         facts = {"call": "load_state_dict", "problem": problem or "none"}
@@ -212,7 +216,9 @@ class ShardCompression:
         self._total, self._last = ShardStats(), ShardStats()
 
     def remove(self) -> None:
-        """End compression: FSDP2 sends all as it is. References are given back. Call on all ranks, between steps."""
+        """End compression: FSDP2 sends everything as it is, and the references' memory is released. Call it on all
+        ranks, between steps.
+        """
         if self.removed:
             return
         self._agree({"call": "remove"}, "Call remove on all ranks, between the same two steps")
@@ -225,8 +231,8 @@ class ShardCompression:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _begin(self, _: nn.Module, __: Any) -> None:
-        """The model is called."""
-        if is_in_backward():  # a checkpoint computes it again
+        """Begin a step: the model's forward pre-hook."""
+        if is_in_backward():  # activation checkpointing recomputes the forward pass
             return
         self._last = ShardStats()
         self._count(ShardStats(steps=1))
@@ -237,12 +243,12 @@ class ShardCompression:
         self._forward = False
         if not is_in_backward():
             for x in torch.utils._pytree.tree_leaves(outputs):
-                if isinstance(x, Tensor) and x.grad_fn is not None:  # a leaf stays, and hooks on it would pile up
+                if isinstance(x, Tensor) and x.grad_fn is not None:  # on a leaf, which persists, hooks would pile up
                     cast("Any", x).register_hook(_BACKWARD_BEGINS)
 
     @torch.no_grad()
     def look(self, exchanges: Sequence[ParameterExchange]) -> None:
-        """Find out what has to be sent of these modules' parameters, which every rank has to do alike."""
+        """Find out what must be sent of these modules' parameters, and agree on it among all ranks. A collective."""
         wanted = {id(each) for each in exchanges if each.referenced}
         compare = self._looks % _COMPARE_EVERY == 0
         self._looks += 1
@@ -264,7 +270,7 @@ class ShardCompression:
                         )
 
     def _largest(self, numbers: Sequence[int], dtype: torch.dtype, peers: Peers) -> list[int]:
-        """Of the numbers that ranks have, the largest, one by one."""
+        """Return the elementwise maximum of ``numbers`` over ranks. A collective."""
         words = torch.tensor(numbers, dtype=dtype, device=self._device)
         dist.all_reduce(words, dist.ReduceOp.MAX, group=peers.group)
         self._count(ShardStats(sent_bytes=all_reduce_nbytes(words.nbytes, peers.size)))
@@ -272,7 +278,9 @@ class ShardCompression:
         return largest
 
     def agree(self, exchange: ParameterExchange) -> None:
-        """A module's parameters are about to be gathered: outside a forward pass of the model, look at them first."""
+        """Called before a module's parameters are gathered. Outside a forward pass of the model, :meth:`look` at them
+        first.
+        """
         if not self._forward:
             self.look([exchange])
 
@@ -299,7 +307,7 @@ class ShardCompression:
         return next(peers for peers, members in self._among.values() if exchange in members)
 
     def _problem(self, state: object) -> str:
-        """Why this state cannot be loaded; empty where it can."""
+        """Return why this state cannot be loaded; an empty text if it can."""
         if not isinstance(state, Mapping) or state.get("version") != _VERSION or "sent" not in state:
             return "this is no state of compress_shards' handle, or one of another version"
         here = (dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
@@ -329,7 +337,7 @@ _MARK = (int, type(None))
 
 
 def _problem_of(kept: object, numel: int) -> str:
-    """Why a module's reference cannot be taken from a state; empty where it can."""
+    """Return why a module's reference cannot be loaded from a state; an empty text if it can."""
     if not isinstance(kept, Mapping) or not _is_count(kept.get("calls")) or not isinstance(kept.get("mark", ""), _MARK):
         return "lacks something, or has a word where a number belongs"
     reference = kept.get("reference")
@@ -342,12 +350,12 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-#: A hook of the model's outputs, at which backward begins.
+#: A hook on the model's outputs, which runs when backward begins.
 _BACKWARD_BEGINS = unseen(lambda _: refuse_compiled_autograd())
 
 
 def _counter(count: weakref.WeakMethod[Any], *, of_gradients: bool) -> Any:
-    """Tells a handle what an exchange sent. It does not keep the handle alive."""
+    """Return a function that reports an exchange's bytes to a handle, and does not keep the handle alive."""
 
     def counted(raw: int, sent: int) -> None:
         if (own := count()) is not None:
@@ -368,7 +376,7 @@ def _agreer(handle: ShardCompression) -> Any:
 
 
 def _group_of(layout: Layout) -> dist.ProcessGroup:
-    """The ranks that share the parameters of a module."""
+    """Return the group of the ranks among which a module's parameters are sharded."""
     p: Any = layout.shards[0].parameter
     dim = next(at for at, placement in enumerate(p.placements) if placement.is_shard())
     group: dist.ProcessGroup = p.device_mesh.get_group(dim)

@@ -1,9 +1,10 @@
-"""What lies where in the flat tensors that FSDP2 sends, and the message that a part of such a tensor becomes.
+"""The layout of the flat tensors that FSDP2 sends, and the messages that are made of them.
 
-FSDP2 sends the parameters of one module together: of each of them a shard, flat, padded to the same size on all ranks,
-one after the other in the module's order. A :class:`Layout` says which of these elements belong to matrices, which are
-compressed, and which to biases, norms and other small parameters, which travel as they are. FSDP2 documents neither
-order nor padding, so :meth:`Layout.check` compares a rank's own shards with what is about to be sent.
+FSDP2 sends the parameters of one module together. A rank's flat tensor holds its shards of these parameters, each
+padded to the same size on all ranks, one after the other in the module's order. A :class:`Layout` says which elements
+belong to matrices, which are compressed, and which to biases, norms and other small parameters, which are sent as they
+are. FSDP2 documents neither order nor padding, so :meth:`Layout.check` compares a rank's own shards with what is about
+to be sent.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ __all__ = ["Layout", "Message", "Shard", "layouts_of"]
 
 
 class Shard(NamedTuple):
-    """This rank's part of one parameter.
+    """This rank's shard of one parameter.
 
     Attributes:
-        name: of the parameter.
-        parameter: with its shards on all ranks, a DTensor.
-        at: where its shard lies in what a rank sends of the module.
-        numel: how much that is, with padding.
-        compressed: whether it is.
+        name: name of the parameter.
+        parameter: the sharded parameter, a DTensor.
+        at: index of the shard's first element in the module's flat tensor.
+        numel: number of elements of the shard, padding included.
+        compressed: whether the shard is compressed.
     """
 
     name: str
@@ -48,12 +49,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What a rank sends of the parameters of one module that FSDP2 shards.
+    """The layout of the flat tensor that a rank sends for one module that FSDP2 shards.
 
     Attributes:
-        module: its name.
-        shards: of its parameters, in the order in which they are sent.
-        world_size: how many ranks have a shard each.
+        module: name of the module.
+        shards: the shards of its parameters, in the order in which they are sent.
+        world_size: number of ranks among which parameters are sharded.
     """
 
     module: str
@@ -62,11 +63,11 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's shards, with padding."""
+        """Number of elements of this rank's shards, padding included."""
         return sum(shard.numel for shard in self.shards)
 
     def trained(self) -> Layout:
-        """The same of parameters that get gradients alone."""
+        """Return the layout with only the parameters that get gradients."""
         found, at = [], 0
         for shard in self.shards:
             if shard.parameter.requires_grad:
@@ -75,7 +76,7 @@ class Layout:
         return Layout(self.module, tuple(found), self.world_size)
 
     def spans(self) -> list[tuple[slice, bool]]:
-        """Where shards lie, and whether they are compressed; neighbours of a kind together."""
+        """Return where shards lie, and whether they are compressed. Adjacent shards of the same kind are merged."""
         found: list[tuple[slice, bool]] = []
         for shard in self.shards:
             span = slice(shard.at, shard.at + shard.numel)
@@ -85,17 +86,17 @@ class Layout:
         return found
 
     def own(self) -> Iterator[tuple[Shard, Tensor]]:
-        """Each shard, and this rank's elements of it, flat, without padding."""
+        """Yield each shard with this rank's elements of it, flat, without padding."""
         for shard in self.shards:
-            with torch.inference_mode(mode=False):  # in which FSDP2's parameters cannot be looked at
+            with torch.inference_mode(mode=False):  # FSDP2's parameters cannot be read in inference mode
                 own = local(shard.parameter).reshape(-1)
             yield shard, own
 
     def check(self, sent: Tensor) -> None:
-        """What is about to be sent are these shards.
+        """Check that a flat tensor that is about to be sent holds these shards, in these places.
 
         Raises:
-            UnsupportedError: it is something else.
+            UnsupportedError: it does not.
         """
         for shard, own in self.own():
             there = sent[shard.at : shard.at + own.numel()]
@@ -108,12 +109,12 @@ class Layout:
 
 
 def layouts_of(model: nn.Module, norms: Collection[Tensor], min_numel: int) -> list[tuple[FSDPModule, Layout]]:
-    """Every module of a model that ``fully_shard`` was called with, and what is sent of it.
+    """Return every module of a model that ``fully_shard`` was called with, and the layout of what is sent of it.
 
     Args:
-        model: that was sharded.
+        model: the sharded model.
         norms: parameters of normalization layers.
-        min_numel: parameters with fewer elements are small.
+        min_numel: parameters with fewer elements count as small.
     """
     from torch.distributed.fsdp import fully_shard  # takes half a second
 
@@ -141,7 +142,7 @@ def layouts_of(model: nn.Module, norms: Collection[Tensor], min_numel: int) -> l
 
 
 def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Those that FSDP2 sends with these modules: of a module's children first, once each."""
+    """Yield the parameters that FSDP2 sends with these modules, once each; children's before a module's own."""
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -160,7 +161,7 @@ def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
 
 
 def _ranks_and_numel(p: nn.Parameter) -> tuple[int, int]:
-    """How many ranks share a parameter, and how many elements each sends."""
+    """Return the number of ranks among which a parameter is sharded, and how many elements each sends."""
     mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
     dim = next(at for at, placement in enumerate(placements) if placement.is_shard())
     ranks = mesh.size(dim)
@@ -169,12 +170,12 @@ def _ranks_and_numel(p: nn.Parameter) -> tuple[int, int]:
 
 
 class Message:
-    """What a rank's part of a flat tensor becomes on its way: payloads of matrices, and all else as it is.
+    """The message that carries a rank's part of a flat tensor: payloads of matrices, and everything else uncompressed.
 
     Args:
-        layout: of the part.
-        codec: of what is compressed.
-        dtype: of the flat tensor.
+        layout: layout of the part.
+        codec: codec of the shards that are compressed.
+        dtype: dtype of the flat tensor.
     """
 
     def __init__(self, layout: Layout, codec: Codec, dtype: torch.dtype) -> None:
@@ -189,13 +190,13 @@ class Message:
         self.nbytes = at
 
     def write(self, part: Tensor, out: Tensor, *, minus: Tensor | None = None, seed: int = 0) -> None:
-        """Into ``out``, bytes.
+        """Encode ``part`` into ``out``.
 
         Args:
-            part: flat, of the layout.
+            part: flat tensor of the layout.
             out: flat uint8, :attr:`nbytes` long.
-            minus: what is taken from elements that are compressed.
-            seed: of stochastic rounding.
+            minus: subtracted from the elements that are compressed, before they are encoded.
+            seed: seed of stochastic rounding.
         """
         for at, (span, compressed, place) in enumerate(self._pieces):
             if compressed:
@@ -205,7 +206,7 @@ class Message:
                 out[place] = part[span].view(torch.uint8)
 
     def add_to(self, total: Tensor, message: Tensor, weight: float) -> None:
-        """``total ← total + weight · what a message says``; float32, flat."""
+        """``total ← total + weight · decoded message``; ``total`` is flat float32."""
         for span, compressed, place in self._pieces:
             if compressed:
                 self._codec.decode(message[place], total[span], weight=weight, accumulate=True)
@@ -213,7 +214,7 @@ class Message:
                 total[span].add_(message[place].view(self._dtype), alpha=weight)
 
     def update(self, reference: Tensor, message: Tensor) -> None:
-        """Into what a receiver has of a rank's part: differences are added, and all else is written; flat."""
+        """Update a receiver's reference of a rank's part, flat: add decoded differences, overwrite everything else."""
         for span, compressed, place in self._pieces:
             if compressed:
                 self._codec.decode(message[place], reference[span], accumulate=True)
@@ -221,7 +222,7 @@ class Message:
                 reference[span] = message[place].view(self._dtype)
 
     def read(self, part: Tensor, message: Tensor) -> None:
-        """Into a rank's part, of the flat tensor's dtype; flat."""
+        """Decode a message into ``part``, which is flat and of the flat tensor's dtype."""
         for span, compressed, place in self._pieces:
             if compressed:
                 self._codec.decode(message[place], part[span])

@@ -1,4 +1,4 @@
-"""Set-up of compression inside FSDP2: what users call, and what it checks before anything is touched."""
+"""Set up compression inside FSDP2: :func:`compress_shards`, and its checks before anything is changed."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ def compress_shards(
 ) -> ShardCompression:
     """Compress what FSDP2 sends between the ranks that share one model. Call it on all ranks, after ``fully_shard``.
 
-    For machines that shard a model over a slow link. (Where every machine holds the whole model, or shards it among its
-    own ranks, :func:`~narrowband.compress_gradients` sends far less.) Nothing else of the training loop changes.
+    Use it for machines that shard a model over a slow link. (If every machine holds the whole model, or shards it among
+    its own ranks, :func:`~narrowband.compress_gradients` sends far less.) Nothing else of the training loop changes.
 
     Args:
-        model: that ``fully_shard`` was called with, its modules first, as always.
-        gradients: the codec of gradients on their way to the rank that has their shard, such as ``"qsgd:bits=8"``;
-            ``"none"``: as they are. There is no feedback here, since a residual would be as large as the whole model.
-        parameters: the codec of parameters on their way to all ranks; ``"none"``: as they are.
+        model: the model that ``fully_shard`` was called with, after its modules, as usual.
+        gradients: the codec for gradients, which are sent to the rank that has their shard, such as ``"qsgd:bits=8"``;
+            ``"none"``: uncompressed. There is no feedback here: a residual would be as large as the whole model.
+        parameters: the codec for parameters, which are sent to all ranks; ``"none"``: uncompressed.
         references: keep all parameters on every rank, as they were last sent, and send what has changed since.
-            Gradients and the optimizer's state remain sharded. Nothing is sent where nothing has changed: before
-            backward, in further micro-batches, of frozen parameters. ``False``: parameters themselves are compressed,
-            each time that they are gathered, and nothing is kept; then take 8 bits.
-        min_numel: parameters with fewer elements count as small, as do biases and norms, and travel as they are.
-        seed: of stochastic rounding. Equal seeds, equal runs.
+            Gradients and the optimizer's state remain sharded. Nothing is sent if nothing has changed: before
+            backward, in further micro-batches, for frozen parameters. ``False``: the parameters themselves are
+            compressed each time that they are gathered, and nothing is kept; use 8 bits then.
+        min_numel: parameters with fewer elements are sent uncompressed, as are biases and norms.
+        seed: seed of stochastic rounding. Equal seeds give equal runs.
 
-    All ranks compute with the same parameters, those that arrived; the optimizer goes on with its exact shards.
+    All ranks compute with the same parameters, those that were decoded. The optimizer steps its exact shards.
 
     Returns:
         A handle: :meth:`~ShardCompression.stats`, :meth:`~ShardCompression.state_dict` …
 
     Raises:
-        TypeError: a model that no ``fully_shard`` was called with.
+        TypeError: ``fully_shard`` was not called with the model.
         ValueError: a spec that does not exist, or ranks that disagree.
-        UnsupportedError: a spec with feedback, or of a codec that is not for this.
+        UnsupportedError: a spec with feedback, or a codec that cannot be used here.
 
     Example:
         >>> model = fully_shard(model)  # doctest: +SKIP
@@ -107,7 +107,7 @@ def compress_shards(
 
 
 def _warm_up(codecs: Sequence[Codec], module: nn.Module) -> None:
-    """Have the loops compiled that a step needs, so that it waits for no compiler."""
+    """Compile the kernels that a step needs, so that no step waits for the compiler."""
     devices = {parameter.device for parameter in module.parameters() if not parameter.is_meta}
     with announced(" and ".join(dict.fromkeys(map(str, codecs)))):
         for device in devices:
@@ -116,10 +116,10 @@ def _warm_up(codecs: Sequence[Codec], module: nn.Module) -> None:
 
 
 def _codec_of(spec: str | Codec | Compression | Method, what: str) -> Codec | None:
-    """The codec of a spec; None: nothing is compressed.
+    """Return the codec of a spec; None if it compresses nothing.
 
     Raises:
-        UnsupportedError: it is not for shards.
+        UnsupportedError: the spec cannot be used for shards.
     """
     chosen = compression(spec)
     if chosen.feedback is not None:

@@ -1,4 +1,4 @@
-"""Updates instead of gradients: every replica steps its own optimizer, and the mean of what they changed is applied."""
+"""Average updates instead of gradients: each replica steps its own optimizer, and all apply the mean of the changes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What replicas average, by name: trained parameters, and buffers where users want these averaged, too.
+"""The tensors that replicas average, by name: trained parameters and, if the user wants it, buffers.
 
-The core of data parallelism averages tensors that require a gradient. Buffers do not, and sharded parameters are
-averaged part by part. So the core is given stand-ins, in the same memory as the model's own tensors.
+The averaging core (:mod:`narrowband.averaging.core`) averages tensors that require a gradient. Buffers do not require
+one, and of a sharded parameter only the local part is averaged. So the core gets stand-ins that share memory with the
+model's own tensors.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ __all__ = ["Averaged", "floating_buffers", "some"]
 
 
 class Averaged:
-    """What replicas average of a model.
+    """The tensors of a model that replicas average.
 
     Args:
-        model: its parameters that require a gradient are averaged; of sharded ones this rank's part.
-        buffers: what becomes of buffers of floating-point numbers.
+        model: all its parameters that require a gradient are averaged; of a sharded parameter, this rank's shard.
+        buffers: whether floating-point buffers are averaged, or kept as each replica has them.
 
     Attributes:
-        model: the one given.
-        trained: names of the parameters.
-        stand_ins: name and stand-in of each tensor: parameters first, in the model's order, then buffers.
-        small: stand-ins that count as small: of normalization layers, and of buffers.
+        model: the model that was passed.
+        trained: names of the parameters that are averaged.
+        stand_ins: (name, stand-in) of each tensor: parameters first, in the model's order, then buffers.
+        small: stand-ins that count as small tensors: those of normalization layers and of buffers.
         buffers: names of the buffers that are averaged.
-        left_out: names of those that are not, since they hold what is not finite.
+        left_out: names of the buffers that are not averaged because they hold inf or NaN.
     """
 
     def __init__(self, model: nn.Module, buffers: Literal["average", "keep"]) -> None:
@@ -52,10 +53,10 @@ class Averaged:
         self._meshes = list({p.device_mesh: None for _, p in trained if hasattr(p, "device_mesh")})
 
     def tensors(self) -> dict[str, Tensor]:
-        """These by name, as they are now, detached.
+        """Return the averaged tensors by name, with their current values, detached.
 
         Raises:
-            ValueError: one has another size or dtype than at set-up, so that its anchor has no place for it.
+            ValueError: a tensor is gone or has another shape or dtype than at set-up, so its anchor cannot hold it.
         """
         here = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         found = {name: local(here[name]) for name in self._was if name in here}
@@ -71,19 +72,19 @@ class Averaged:
         return found
 
     def in_common(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What all replicas have in common right after a round: all parameters, and the buffers that are averaged. And
-        the other buffers, which are each replica's own.
+        """Return two lists: the tensors that are equal on all replicas right after a round (all parameters and the
+        averaged buffers), and the other buffers, which each replica has for itself.
         """
         buffers = list(self.model.named_buffers())
         averaged = [x for name, x in buffers if name in self.buffers]
         return [*self.model.parameters(), *averaged], [x for name, x in buffers if name not in self.buffers]
 
     def thawed(self) -> list[str]:
-        """Names of parameters that require a gradient now, and did not at set-up."""
+        """Return the names of parameters that require a gradient now but did not at set-up."""
         return [name for name, p in self.model.named_parameters() if p.requires_grad and name not in self._was]
 
     def on_all_parts(self, good: bool, device: torch.device) -> bool:
-        """Whether something holds on all ranks that have a part of the same replica. A collective among these."""
+        """Return whether ``good`` is true on all ranks that hold a shard of this replica. A collective among them."""
         if not self._meshes:
             return good
         flag = torch.tensor(float(good), dtype=torch.float32, device=device)
@@ -94,8 +95,8 @@ class Averaged:
 
 
 def floating_buffers(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]:
-    """Those that can be averaged, by name; and the names of those that cannot, since they hold what is not finite: a
-    mask of −inf, or a least and a largest value before the first batch.
+    """Return the floating-point buffers that can be averaged, as (name, buffer), and the names of those that cannot
+    because they hold inf or NaN, such as a mask of −inf, or a running minimum and maximum before the first batch.
     """
     floating = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
     finite = [(name, b) for name, b in floating if bool(local(b).isfinite().all())]
@@ -104,5 +105,5 @@ def floating_buffers(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[s
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Join the first four names, and say how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

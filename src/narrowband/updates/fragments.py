@@ -1,35 +1,36 @@
-"""Fragments: the tensors that are averaged at the same time, and what all replicas have in common of them.
+"""Fragments: sets of tensors that are averaged together, and the anchors that all replicas have in common.
 
 A model is one fragment, or several that are averaged in turn (Douillard et al. 2025, Streaming DiLoCo, arXiv
-2501.18512). Then a round sends a part of the model, and needs memory for that part alone.
+2501.18512). With several, a round sends a part of the model, and needs memory for that part only.
 
-Of every tensor a fragment keeps its *anchor*: what it was on all replicas after the last round. What a replica's
-optimizer has changed since then is its update, the tensor minus its anchor. There are two ways through a round:
+A fragment keeps an *anchor* of every tensor: the value that the tensor had on all replicas after the last round. A
+replica's update is the tensor minus its anchor: the change that its optimizer has made since. A round takes one of two
+courses:
 
-* The replica waits. Anchors and tensors change places: the tensors are again what all replicas have in common, and the
-  anchors' memory holds the updates, which become their mean there, which is added. It takes no memory, and where an
-  exchange breaks off, the tensors stay what they were after the last round.
-* The replica goes on, and the mean arrives some steps later. Updates get memory of their own until then. The mean is
-  added to the anchors, and the tensors, which have changed since, are mixed with them (the paper's equation 3)::
+* The replica waits. Tensors and anchors swap: the tensors return to their values after the last round, and the anchors'
+  memory holds the updates. The exchange replaces the updates with their mean, which is then added to the tensors. This
+  takes no extra memory, and if the exchange breaks off, the tensors keep their values after the last round.
+* The replica trains on, and the mean arrives some steps later. Until then the updates have memory of their own. The
+  mean is added to the anchors. The tensors, which have changed meanwhile, are mixed with the anchors (the paper's
+  equation 3)::
 
       tensor ← α · tensor + (1 − α) · anchor
 
-  What a replica has changed in the meantime is part of its next update, as far as α keeps it.
+  The changes made in the meantime become part of the replica's next update, scaled by α.
 
-Where a round sends a part of an update, error feedback keeps the residual for the next round. There are two places
-for it (``residuals=``). *Apart*, as SparseLoCo has it (arXiv 2508.15706): after a round a replica trains on from the
-parameters that all have in common, and learns anew what it had learned and not sent. Its next update has the same news
-again, so that the residual adds up, and what was sent late is sent several times over. *In place*: before the first
-step after a round the residual goes into the replica's own parameters::
+If a round sends only a part of an update, error feedback keeps the rest, the residual, for the next round. It is kept
+in one of two places (``residuals=``). *Apart*, as in SparseLoCo (arXiv 2508.15706): after a round a replica trains on
+from the parameters that all have in common, and learns again what it had learned but not sent. Its next update repeats
+that change, so the residual accumulates, and changes that are sent late are sent several times over. *In place*: before
+the first step after a round, the residual is added to the replica's own parameters::
 
     tensor ← anchor + residual
 
-and its next update, the tensor minus its anchor, holds the residual once. Right after a round replicas are equal all
-the same, since residuals are put in place as late as anchors are copied. A replica whose update is not finite loses
-with it what was in place.
+and the next update, the tensor minus its anchor, holds the residual once. Replicas are equal right after a round all
+the same, because residuals are put in place only when anchors are copied, just before the next step. A replica whose
+update is not finite loses the residuals that were in place along with that update.
 
-Anchors may lie in the memory of the CPU (``offload``) when the model is on a GPU. They are copied to the GPU for the
-round.
+With ``offload``, anchors lie in CPU memory while the model is on a GPU. They are copied to the GPU for a round.
 """
 
 from __future__ import annotations
@@ -56,20 +57,22 @@ def split(
 ) -> list[list[str]]:
     """Divide a model's layers into fragments of about the same size.
 
-    Blocks stay whole: tensors whose names begin alike up to their first number, such as ``blocks.3``. Where there are
-    fewer blocks than fragments, tensors take their place. There are two ways (Streaming DiLoCo, section 2.2):
+    Blocks stay whole. A block is the set of tensors whose names are equal up to their first number, such as
+    ``blocks.3``. If there are fewer blocks than fragments, single tensors are divided instead. There are two ways
+    (Streaming DiLoCo, section 2.2):
 
-    * *strided*: the largest goes to the smallest fragment, and so on, so blocks of one size are dealt out in turn;
-    * *layers* ("sequential" there): blocks that follow each other stay together. Fragments are as equal as that allows.
+    * *strided*: blocks go, largest first, to the fragment that is smallest so far, so blocks of equal size are dealt
+      out in turn;
+    * *layers* ("sequential" in the paper): consecutive blocks stay together. Fragments are as equal as that allows.
 
     Args:
-        layers: name → elements, in the model's order.
-        together: elements of what travels with the first fragment in any case.
-        count: of fragments.
-        how: strided or layers.
+        layers: name → number of elements, in the model's order.
+        together: number of elements that travel with the first fragment in any case.
+        count: number of fragments.
+        how: ``"strided"`` or ``"layers"``.
 
     Returns:
-        The names of each, in the model's order. No fragment is empty.
+        The names in each fragment, in the model's order. No fragment is empty.
 
     Raises:
         ValueError: more fragments than layers.
@@ -96,7 +99,7 @@ def split(
         return [[name for unit in units[a:b] for name in unit] for a, b in _in_a_row(sizes, together, count)]
     loads, own = [together, *[0] * (count - 1)], [[] for _ in range(count)]  # type: list[int], list[list[int]]
     for at in sorted(range(len(units)), key=lambda at: (-sizes[at], at)):
-        # An empty fragment first, so that none stays empty.
+        # Prefer empty fragments, so that none stays empty.
         least = min(range(count), key=lambda fragment: (bool(own[fragment]), loads[fragment], fragment))
         own[least].append(at)
         loads[least] += sizes[at]
@@ -104,23 +107,24 @@ def split(
 
 
 def due_after(at: int, every: int, count: int) -> int:
-    """Steps after which a fragment has its round, of as many fragments: rounds come at equal distances, the last one
-    after every ``every``-th step.
+    """Return the number of steps after which fragment ``at`` of ``count`` has its round. Rounds are equally spaced, and
+    the last fragment's comes after every ``every``-th step.
     """
     return (at + 1) * every // count
 
 
 def _in_a_row(sizes: Sequence[int], together: int, count: int) -> Iterator[tuple[int, int]]:
-    """Where runs of units begin and end, whose largest is as small as can be. None is empty.
+    """Divide units into ``count`` runs of consecutive units such that the largest run is as small as possible. No run
+    is empty. Yields where each run begins and ends.
 
     Args:
-        sizes: of units.
-        together: what the first run has beside them.
-        count: of runs.
+        sizes: the size of each unit.
+        together: what is added to the size of the first run.
+        count: number of runs.
     """
     ends = [0, *itertools.accumulate(sizes)]
     ends[1:] = [end + together for end in ends[1:]]
-    # best[n]: of the first n units in so many runs, the largest run, and where the last one begins.
+    # best[n]: for the first n units divided into `runs` runs, the size of the largest run, and where the last begins.
     best = [(end, 0) for end in ends]
     begins = []
     for runs in range(2, count + 1):
@@ -137,11 +141,12 @@ def _in_a_row(sizes: Sequence[int], together: int, count: int) -> Iterator[tuple
 
 @dataclass(frozen=True, eq=False)
 class OuterStep:
-    """How parameters go along the mean of the updates.
+    """How the mean of the updates is applied to the parameters.
 
     Attributes:
-        optimizer: to which −mean is the gradient; None where they go along it by a length.
-        parameters: name → what the optimizer steps, in whose place the fragment puts its own memory.
+        optimizer: the outer optimizer, which gets −mean as the gradient; None where length · mean is added.
+        parameters: name → parameter of the outer optimizer. For each step, the fragment makes it point to the
+            fragment's own memory.
     """
 
     optimizer: Optimizer | None
@@ -150,13 +155,13 @@ class OuterStep:
 
 @dataclass(eq=False)
 class Group:
-    """Tensors of one dtype that travel together.
+    """Tensors of one dtype that are sent together.
 
     Attributes:
-        forms: name → how it lies in flat tensors; in the order in which they lie there.
-        anchor: end to end, what they were after the last round. In a round in which the replica waits it may hold the
-            updates.
-        update: in a round their updates, and then the means of these.
+        forms: name → how the tensor is laid out in the flat tensors, in the order in which the tensors lie there.
+        anchor: flat: the tensors' values after the last round, end to end. In a round in which the replica waits, it
+            may hold the updates instead.
+        update: flat: during a round the updates, and then their means.
     """
 
     forms: Mapping[str, Form]
@@ -165,32 +170,32 @@ class Group:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors."""
+        """Names of the tensors."""
         return list(self.forms)
 
     def parts(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, tensor and part of a flat tensor, as real numbers."""
+        """Yield each tensor's name, the tensor, and its part of ``flat``; both as real numbers."""
         for name, part in zip(self.forms, parts_of(flat, self.forms.values()), strict=True):
             yield name, real(tensors[name]), part
 
 
 class Fragment:
-    """Tensors that are averaged at the same time.
+    """Tensors that are averaged together.
 
     Args:
-        tensors: by name, detached.
-        buffers: names of those that are buffers. Their mean is always taken as it is.
-        length: how far parameters go along the mean.
-        offload: whether anchors lie in the memory of the CPU, and are copied for a round.
+        tensors: the tensors by name, detached.
+        buffers: names of those that are buffers. Their mean is always added with length 1.
+        length: the factor by which the mean is multiplied before it is added to parameters.
+        offload: whether anchors lie in CPU memory, and are copied to the GPU for a round.
 
     Attributes:
-        names: of the tensors.
-        groups: these that travel together.
-        length: how far parameters go along the mean, or what measures it.
-        anchored: whether the anchors of parameters are there. They are copied as late as can be, since a state may be
-            loaded into the model until then; those of buffers right after a round, since forward passes change them
-            before the first step. Whatever a buffer's anchor is, as long as all replicas have the same, anchor + mean
-            of (buffer − anchor) is the mean of the buffers.
+        names: names of the tensors.
+        groups: the tensors that are sent together, one group for each dtype.
+        length: the factor for the mean of parameters, or the object that measures it.
+        anchored: whether the anchors of parameters have been copied. They are copied as late as possible, since the
+            user may load a state into the model until the first step. Those of buffers are copied right after a round,
+            since forward passes change buffers before the first step. Any value serves as a buffer's anchor if all
+            replicas have the same: anchor + mean of (buffer − anchor) is the mean of the buffers.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], buffers: Iterable[str], *, length: float, offload: bool) -> None:
@@ -206,7 +211,7 @@ class Fragment:
             self.groups.append(Group({named[id(x)]: form_of(x) for x in together}, anchor, anchor))
 
     def _room(self, flat: Tensor) -> Tensor:
-        """Memory for anchors."""
+        """Return memory for anchors: ``flat`` itself, or pinned CPU memory of its shape if anchors are offloaded."""
         if not self._away:
             return flat
         return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=flat.device.type == "cuda")
@@ -217,17 +222,19 @@ class Fragment:
         for group in self.groups:
             numels = [form.numel for form in group.forms.values()]
             begins = itertools.accumulate(numels, initial=0)
-            places = zip(group.forms, begins, numels, strict=False)  # behind the last one begins nothing
+            places = zip(group.forms, begins, numels, strict=False)  # `begins` has one more: the end of the last part
             found.append([(begin, numel) for name, begin, numel in places if name not in self._buffers])
         return found
 
     @property
     def updates(self) -> list[Tensor]:
-        """In a round, the updates of each group, and then their means."""
+        """During a round the updates of each group, and after the exchange their means."""
         return [group.update for group in self.groups]
 
     def keep(self, tensors: Mapping[str, Tensor], *, parameters: bool) -> None:
-        """Copy what all replicas have in common now: the parameters, or the buffers."""
+        """Copy parameters (or, with ``parameters=False``, buffers) to the anchors. They must be equal on all replicas
+        now; of buffers see :attr:`anchored`.
+        """
         for group in self.groups:
             for name, x, part in group.parts(group.anchor, tensors):
                 if (name not in self._buffers) == parameters:
@@ -236,7 +243,7 @@ class Fragment:
 
     @staticmethod
     def put_in_place(x: Tensor, residual: Tensor, form: Form) -> None:
-        """Add a flat residual, of this form, to a tensor. What rounding leaves of it stays in the residual."""
+        """Add a flat residual, laid out as ``form``, to a tensor. What rounding loses stays in the residual."""
         whole = real(x)
         (part,) = parts_of(residual, [form])
         before = whole.clone()
@@ -244,7 +251,7 @@ class Fragment:
         part.sub_(whole - before)
 
     def in_common(self, tensors: Mapping[str, Tensor], *, waiting: bool) -> Iterator[Tensor]:
-        """In a round, the parameters that all replicas have in common: those of the last one."""
+        """Yield, during a round, the parameters as they were after the last round, equal on all replicas."""
         for group in self.groups:
             for name, x, part in group.parts(group.anchor, tensors):
                 if name not in self._buffers:
@@ -253,7 +260,7 @@ class Fragment:
     # ---- the replica waits -------------------------------------------------------------------------------------------
 
     def take(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Anchors and tensors change places.
+        """Swap: tensors get the values of their anchors, and the anchors' memory gets the updates.
 
         Returns:
             Whether the updates are finite.
@@ -267,16 +274,16 @@ class Fragment:
         return finite
 
     def go_along(self, tensors: Mapping[str, Tensor], outer: OuterStep) -> None:
-        """From what the tensors were after the last round along the mean of the updates."""
+        """Apply the mean of the updates to the tensors, which have their values after the last round."""
         self._step(outer, (each for group in self.groups for each in group.parts(group.update, tensors)), tensors)
 
     # ---- the replica goes on -----------------------------------------------------------------------------------------
 
     def take_a_copy(self, tensors: Mapping[str, Tensor]) -> bool:
-        """The updates, in memory of their own.
+        """Compute the updates in memory of their own. Tensors and anchors stay as they are.
 
         Returns:
-            Whether they are finite.
+            Whether the updates are finite.
         """
         for group in self.groups:
             anchor = self._here(group, tensors)
@@ -288,13 +295,13 @@ class Fragment:
         return all(_all_finite(group.update) for group in self.groups)
 
     def mix(self, tensors: Mapping[str, Tensor], outer: OuterStep, *, along: bool, alpha: float) -> None:
-        """The anchors go along the mean of the updates, and tensors are mixed with them.
+        """Apply the mean of the updates to the anchors, then mix the tensors with the anchors.
 
         Args:
-            tensors: as they are now.
-            outer: how far.
-            along: whether they go anywhere.
-            alpha: what is left of the tensors.
+            tensors: the tensors, with their current values.
+            outer: how the mean is applied.
+            along: whether the mean is applied at all.
+            alpha: the weight of the tensors in the mix; that of the anchors is 1 − ``alpha``.
         """
         anchors = [self._here(group, tensors) for group in self.groups]
         if along:
@@ -309,7 +316,7 @@ class Fragment:
                 if alpha:
                     x.lerp_(base, 1.0 - alpha)
                 else:
-                    x.copy_(base)  # lerp leaves a NaN
+                    x.copy_(base)  # lerp_ with weight 1 would keep a NaN of x
             if anchor is not group.anchor:
                 group.anchor.copy_(anchor)
         self.end()
@@ -317,33 +324,33 @@ class Fragment:
     # ---- both --------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Give the memory of a round back."""
+        """Release the memory that a round used."""
         for group in self.groups:
             group.update = group.anchor
 
     def bring_nothing(self) -> None:
-        """Zeros in place of the updates."""
+        """Set the updates to zero."""
         for group in self.groups:
             group.update.zero_()
 
     def go_back(self, tensors: Mapping[str, Tensor]) -> None:
-        """Tensors are what they were after the last round."""
+        """Reset the tensors to their anchors, the values after the last round."""
         for group in self.groups:
             for _, x, part in group.parts(group.anchor, tensors):
                 x.copy_(part)
 
     def not_finite(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Names of the tensors whose updates are not finite, in the model's order."""
+        """Return the names of the tensors whose updates are not finite, in the model's order."""
         parts = (each for group in self.groups for each in group.parts(group.update, tensors))
         found = {name for name, _, part in parts if not bool(part.isfinite().all())}
         return [name for name in self.names if name in found]
 
     def is_finite(self) -> bool:
-        """Whether the means are."""
+        """Return whether all means are finite."""
         return all(_all_finite(group.update) for group in self.groups)
 
     def _here(self, group: Group, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Anchors where the model is: themselves, or a copy."""
+        """Return a group's anchors on the model's device: the anchors themselves, or a copy if they are offloaded."""
         if not self._away:
             return group.anchor
         return torch.empty_like(group.anchor, device=tensors[group.names[0]].device).copy_(group.anchor)
@@ -351,7 +358,7 @@ class Fragment:
     def _step(
         self, outer: OuterStep, moves: Iterable[tuple[str, Tensor, Tensor]], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Go along means: (name, what goes, mean), as real numbers."""
+        """Apply means. Each move is (name, the tensor that is stepped, its mean), as real numbers."""
         along = self.length.value if isinstance(self.length, MeasuredLength) else self.length
         stepped = []
         for name, x, mean in moves:
@@ -360,19 +367,19 @@ class Fragment:
                 x.add_(mean, alpha=1.0 if name in self._buffers else along)
                 continue
             gradient = mean.neg_()
-            own.data = torch.view_as_complex(x) if own.is_complex() else x  # which may lie elsewhere now
+            own.data = torch.view_as_complex(x) if own.is_complex() else x  # x may lie elsewhere than in the last round
             own.grad = torch.view_as_complex(gradient) if own.is_complex() else gradient
             stepped.append((name, own))
         if outer.optimizer is not None:
             outer.optimizer.step()
             for name, own in stepped:
                 own.grad = None
-                own.data = tensors[name]  # what went may have been a copy for this round, which is not to stay
+                own.data = tensors[name]  # x may be a copy made for this round, whose memory must be released
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def copies(self, tensors: Mapping[str, Tensor], *, of_updates: bool = False) -> dict[str, Tensor]:
-        """Name → a copy of its anchor, or of its update."""
+        """Return name → a copy of the tensor's anchor, or of its update."""
         return {
             name: part.clone()
             for group in self.groups
@@ -382,7 +389,7 @@ class Fragment:
     def load(
         self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], updates: Mapping[str, Tensor] | None
     ) -> None:
-        """Go on from copies of anchors, and, in a round, of updates."""
+        """Load copies of the anchors and, for a fragment whose round is under way, of the updates (or their means)."""
         for group in self.groups:
             for name, _, part in group.parts(group.anchor, tensors):
                 part.copy_(anchors[name])
@@ -395,14 +402,14 @@ class Fragment:
 
 
 def compile_loops(device: torch.device) -> None:
-    """Make what rounds use ready."""
+    """Compile the kernels that rounds use, by calling each once."""
     two = [torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2)]
     _take_difference(*two)
     kernels.checksum(two[0])
 
 
 def _take_difference(x: Tensor, base: Tensor) -> bool:
-    """``(x, base) ← (base, x − base)``; whether all of the difference is finite."""
+    """Compute ``(x, base) ← (base, x − base)``. Return whether all of the difference is finite."""
     flat, other = in_memory_order(x), in_memory_order(base)
     if x.dtype == torch.float32 and flat is not None and other is not None and x.stride() == base.stride():
         return kernels.take_difference(flat, other)

@@ -1,20 +1,20 @@
-"""How far to go along a mean of updates, by how much of the updates is noise.
+"""Measure the factor by which the mean of updates is lengthened (``outer="auto"``), from how noisy the updates are.
 
-Adam, Muon and their kin take steps whose size does not depend on the size of gradients. One optimizer that saw the
-batches of all N replicas would take a step about as long as a replica's own. The mean of N updates is shorter: what
-they have in common stays, and what differs, the noise of their batches, cancels in part. So replicas that go to the
-mean of their parameters go too slowly, by a factor between 1 (no noise) and √N (nothing but noise).
+Adam, Muon and similar optimizers take steps whose size does not depend on the size of gradients. One optimizer that saw
+the batches of all N replicas would take a step about as long as a single replica's. The mean of N updates is shorter:
+their common part stays, and the part that differs, the noise of their batches, cancels partly. So replicas that move to
+the mean of their parameters move too slowly, by a factor between 1 (no noise) and √N (nothing but noise).
 
-That factor can be measured, and the mean is made longer by it::
+That factor is measured, and the mean is multiplied by it::
 
     length = √( mean of ‖Δᵢ‖² / ‖mean of Δᵢ‖² ),    at most √N
 
-The norms are those of a sample of the elements, the same on all replicas, whose mean they find by an all-reduce of a
-few kilobytes; both squares are averaged over rounds. Compression plays no part in it: the sample is of updates as they
-were, before a codec and its residual. How long a mean is depends on N, so a round among another number of replicas
-measures anew.
+The norms are taken over a sample of the elements, the same on all replicas. Replicas average the sample by an
+all-reduce of a few kilobytes. Both squared norms are averaged over rounds. Compression does not affect the measurement:
+the sample is taken from the updates before the codec and the residual. The length of a mean depends on N, so the
+measurement starts over when the number of replicas changes.
 
-The step of plain SGD is proportional to the gradient, so its mean is as long as it should be: length 1.
+A step of plain SGD is proportional to the gradient, so the mean of its updates has the right length already: 1.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MeasuredLength"]
 
-#: Elements that are looked at, of all parameters.
+#: Number of elements in the sample, over all parameters.
 SAMPLE = 1024
 
-#: Measured in the first rounds, and then once in so many.
+#: The length is measured in each of the first ``FIRST`` rounds, and then in every ``EVERY``-th.
 FIRST, EVERY = 10, 10
 
-#: What is left of an average of squares when a new one comes.
+#: Decay of the running sums of squares at each measurement. Their ratio is all that counts, so they are not normalized.
 _KEEPS = 0.8
 
 
@@ -46,13 +46,13 @@ class MeasuredLength:
     """The length of the outer step, measured as training goes on.
 
     Args:
-        parts: for each flat tensor with updates, where those of parameters begin in it, and how long they are.
-        seed: of the sample; the same on all replicas.
-        device: where the tensors are.
+        parts: for each flat tensor of updates, (first element, number of elements) of each parameter in it.
+        seed: seed by which the sample is drawn; the same on all replicas.
+        device: device of the tensors.
 
     Attributes:
-        value: the length for this round and the next; 1 before the first.
-        rounds: how many have begun among as many replicas.
+        value: the current length; 1 before the first measurement.
+        rounds: number of rounds that have begun since the number of replicas last changed.
     """
 
     def __init__(self, parts: Sequence[Sequence[tuple[int, int]]], seed: int, device: torch.device) -> None:
@@ -70,12 +70,12 @@ class MeasuredLength:
             self._at.append((begins[which] + place - (ends - numels)[which]).to(device))
         self._own = 0.0
         self._mean = 0.0
-        self._size = 0  # of no measurement yet
+        self._size = 0  # number of replicas that the measurements are of; 0: none yet
         self.value = 1.0
         self.rounds = 0
 
     def begins(self, size: int) -> bool:
-        """A round begins among so many replicas: whether it is measured in this one."""
+        """Begin a round among ``size`` replicas. Return whether the length is measured in this round."""
         if size != self._size:
             self._own = self._mean = 0.0
             self._size, self.rounds = size, 0
@@ -86,37 +86,38 @@ class MeasuredLength:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are added up over replicas when it is measured."""
+        """Bytes of the all-reduce of one measurement."""
         return 4 * (sum(at.numel() for at in self._at) + 2)
 
     def sample(self, updates: Sequence[Tensor], *, share: float) -> Tensor:
-        """This replica's part: the elements of its sample, their sum of squares, and whether it brings an update.
+        """Return this replica's input to the all-reduce: the sampled elements, their sum of squares, and 1 if the
+        replica contributes an update, else 0.
 
         Args:
             updates: the flat tensors.
-            share: what they were scaled by where replicas count differently, on average 1; 0 of a replica that brings
-                none. A square counts by the share, as an element does.
+            share: the weight by which the updates were scaled, on average 1 over replicas; 0 if this replica
+                contributes no update. The squares are weighted by ``share``, as the elements are.
         """
         there = torch.cat([x.index_select(0, at).float() for x, at in zip(updates, self._at, strict=True)])
         squares = there.square().sum()[None] / (share or 1.0)
         return torch.cat([there, squares, there.new_full((1,), float(share > 0))])
 
     def take(self, part: Tensor, group: dist.ProcessGroup | None, size: int) -> None:
-        """Add the parts of all replicas up, and measure. A collective; all replicas come to the same length."""
+        """Add up the parts of all replicas, and update the length. A collective; all replicas get the same length."""
         dist.all_reduce(part, group=group)
         *there, own, brought = part.double().tolist()
         if round(brought) < size or not math.isfinite(own):
-            return  # the sum would lack a part
+            return  # some replica contributed no update, so the sums are incomplete
         self._own = _KEEPS * self._own + own / size
         self._mean = _KEEPS * self._mean + sum(x * x for x in there) / size**2
         if self._mean > 0:
             self.value = min(math.sqrt(size), max(1.0, math.sqrt(self._own / self._mean)))
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs to go on with the same lengths."""
+        """Return what a resumed run needs to continue with the same lengths."""
         return {"own": self._own, "mean": self._mean, "value": self.value, "rounds": self.rounds, "size": self._size}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
+        """Resume from a :meth:`state_dict`."""
         self._own, self._mean, self.value = state["own"], state["mean"], state["value"]
-        self.rounds, self._size = int(state["rounds"]), int(state.get("size", 0))  # earlier states do not say it
+        self.rounds, self._size = int(state["rounds"]), int(state.get("size", 0))  # states of earlier versions lack it

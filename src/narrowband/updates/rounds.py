@@ -1,17 +1,18 @@
-"""Rounds: replicas train by themselves for some steps, and then take the mean of their updates together.
+"""Rounds: each replica trains by itself for some steps, then all replicas exchange their updates and apply the mean.
 
-An *update* is what a replica's optimizer changed since the last round. With parameters θ that all replicas had then, a
-round is (Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1; an update is minus its outer gradient)::
+An *update* is the change that a replica's optimizer has made to the parameters since the last round. θ are the
+parameters that all replicas had after that round. One round computes (Douillard et al. 2023, DiLoCo, arXiv 2311.08105,
+algorithm 1; an update is minus the paper's outer gradient)::
 
     Δᵢ = θᵢ − θ                  on each replica, compressed with feedback
     θ ← outer(θ, mean of Δᵢ)     by default θ + mean
 
-Adam divides by the second moment of the gradients that it sees. Here these are its own, whole and on time; behind a
-compressed mean of gradients they would be sparse and late.
+Adam divides by the second moment of the gradients that it sees. Here it sees the replica's own gradients, complete and
+on time. If gradients were compressed and averaged instead, it would see sparse and late ones.
 
-The model may be divided into fragments, which have their rounds in turn, and a replica may train on while a fragment is
-on its way (Streaming DiLoCo, arXiv 2501.18512, algorithm 2). How a fragment keeps θ and applies a mean, says
-:mod:`narrowband.updates.fragments`; this module says when.
+The model may be divided into fragments that have their rounds in turn, and a replica may train on while a fragment is
+being exchanged (Streaming DiLoCo, arXiv 2501.18512, algorithm 2). This module decides when rounds happen;
+:mod:`narrowband.updates.fragments` keeps θ and applies the means.
 """
 
 from __future__ import annotations
@@ -52,18 +53,18 @@ __all__ = ["Rounds", "UpdateCompression", "check_in_place", "said_of", "taken"]
 
 log = logging.getLogger(__name__)
 
-#: Optimizers that have a handle: two handles would both take the same update away.
+#: Optimizers that already have a handle. Two handles on one optimizer would both take the same update.
 taken: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-#: Unless users say otherwise, whether replicas are equal is looked at once in so many optimizer steps, or in every
-#: round where these are farther apart. It reads the parameters once: of 13 million that took 6 ms on one core, where
-#: ten steps of AdamW alone, without forward and backward passes, took 230 ms.
+#: Default interval, in optimizer steps, between two checks that replicas are equal. Where rounds are farther apart than
+#: that, every round checks. A check reads all parameters once: for 13 million this took 6 ms on one core, where ten
+#: steps of AdamW alone, without forward and backward passes, took 230 ms.
 CHECK_EVERY = 10
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """When rounds are, and what they do; see :func:`compress_updates`."""
+    """When rounds happen and what they do. The fields are arguments of :func:`compress_updates`."""
 
     every: int | float
     outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0
@@ -80,15 +81,16 @@ class Rounds:
 
 
 class UpdateCompression(Handle):
-    """The handle of :func:`compress_updates`. ``repr(handle)`` says what it does and what it has saved.
+    """The handle of :func:`compress_updates`. ``repr(handle)`` shows its settings and the bytes that it has saved.
 
-    Its ``step`` and its statistics count rounds; of several fragments each has its own. ``stats().total.ratio`` is
-    against an all-reduce in each round, and training sends ``every`` times less again.
+    Its ``step`` and its statistics count rounds; with several fragments, each fragment's round counts as one.
+    ``stats().total.ratio`` compares with one uncompressed all-reduce per round. Compared with one all-reduce per
+    optimizer step, training sends ``every`` times less again.
 
     Attributes:
         every: optimizer steps from one round to the next.
-        outer: the optimizer that goes along the mean of the updates, for schedules of its learning rate; None where a
-            number was given.
+        outer: the outer optimizer, which applies the mean of the updates; attach learning rate schedules to it. None
+            where ``outer=`` was a number or ``"auto"``.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class UpdateCompression(Handle):
         self._steps = 0
         self._skipped = 0
         self._check_next = False
-        self._last_length = 1.0  # of a handle that was removed
+        self._last_length = 1.0  # what `length` returns once the handle is removed
         self._scaled_by = 1.0  # by which this replica's last update was scaled
         self._under_way: UnderWay | None = None
         self._in_round: tuple[Sequence[Fragment], bool] = ((), True)
@@ -144,7 +146,7 @@ class UpdateCompression(Handle):
     def _connect(self, group: dist.ProcessGroup) -> None:
         super()._connect(group)
         if self.layers.fuses_small:
-            # A variance that has an error of its own may fall below 0.
+            # Compression errors could make a variance negative.
             self.layers.parameters.leave_uncompressed(self._averaged.buffers)
 
     def _set_up_facts(self, call: str) -> Facts:
@@ -166,11 +168,13 @@ class UpdateCompression(Handle):
         }
 
     def _begin_with_the_first(self) -> None:
-        """Replicas have the parameters and buffers of the first. A collective."""
+        """Copy the first replica's parameters and buffers to all replicas. A collective."""
         begin_with_the_first(self._averaged.model, self.process_group)
 
     def _split(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
-        """The names of each fragment. What is no layer travels with the first: it is one message, however little."""
+        """Return the names of each fragment's tensors. All tensors that are no layers go into the first fragment: they
+        are one message, however few they are.
+        """
         by_name = self.layers.parameters.by_name
         layers = {name: tensors[name].numel() for name, parameter in by_name.items() if parameter.compressed}
         small = sum(x.numel() for name, x in tensors.items() if name not in layers)
@@ -188,10 +192,11 @@ class UpdateCompression(Handle):
         return fragment
 
     def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
-        """Compress some layers otherwise than the rest, from the next round on; see :meth:`Averager.set_layers`.
+        """Set the spec of single layers, from the next round on; see :meth:`Averager.set_layers`.
 
         Raises:
-            ValueError: as there, or a feedback that ``residuals="in-place"`` does not go with. Nothing has changed.
+            ValueError: as there, or a feedback that cannot be combined with ``residuals="in-place"``. Nothing has
+                changed then.
             UnsupportedError: as there.
         """
         if self._rounds.residuals == "in-place":
@@ -202,18 +207,18 @@ class UpdateCompression(Handle):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps since the last round; of several fragments, since that of the last fragment."""
+        """Optimizer steps since the last round; with several fragments, since the last fragment's round."""
         return self._steps
 
     @property
     def skipped_updates(self) -> int:
-        """How often this replica's update was not finite, so that it brought none."""
+        """Number of rounds to which this replica contributed nothing because its update held inf or NaN."""
         return self._skipped
 
     @property
     def length(self) -> float:
-        """How far the parameters go along the mean of the updates; of several fragments, on average. 1 where an outer
-        optimizer goes.
+        """The factor by which the mean of the updates is multiplied before it is added; with several fragments, their
+        average. 1 where an outer optimizer applies the mean.
         """
         if not self._fragments:
             return self._last_length
@@ -222,10 +227,10 @@ class UpdateCompression(Handle):
 
     @torch.no_grad()
     def _before_step(self, *, stepping: bool = True) -> None:
-        """Anchors are there: what parameters are now, as long as nobody has stepped them.
+        """Copy the parameters into the anchors that are missing, before the first step since the last round.
 
         Args:
-            stepping: whether they are about to be, so that residuals may be put in place.
+            stepping: whether an optimizer step follows, so that residuals may be put in place.
         """
         if not all(fragment.anchored for fragment in self._fragments):
             tensors = self._averaged.tensors()
@@ -236,7 +241,7 @@ class UpdateCompression(Handle):
                         self._put_in_place(fragment, tensors)
 
     def _put_in_place(self, fragment: Fragment, tensors: Mapping[str, Tensor]) -> None:
-        """The residuals of layers go into the replica's own parameters, but for what rounding leaves of them."""
+        """Move the layers' residuals into the replica's own parameters. What rounding loses stays in the residuals."""
         by_name = self.layers.parameters.by_name
         for state in self.layers.states.values():
             if isinstance(state, ErrorFeedback):
@@ -265,8 +270,8 @@ class UpdateCompression(Handle):
             self._begin_round(due)
 
     def _due(self) -> int | None:
-        """Which fragment has a round now. They come at equal distances, the last one after every ``every``-th step, or
-        later, where it could not begin then.
+        """Return the index of the fragment whose round is due now, or None. Rounds are equally spaced. The last
+        fragment's round is due after every ``every``-th step, or later if it could not begin then.
         """
         count = len(self._fragments)
         if self._steps >= self.every:
@@ -290,26 +295,26 @@ class UpdateCompression(Handle):
 
     @torch.no_grad()
     def average(self) -> None:
-        """A round of the whole model now, and wait for it: replicas are equal afterwards. Call on all ranks, between
-        steps.
+        """Hold a round of the whole model now, and wait until it is applied. Replicas are equal afterwards. Call it on
+        all ranks, between steps.
 
-        Without fragments and overlap it comes by itself after every ``every``-th step. Call it after the last step, and
-        before a replica is saved or judged. Where no step was taken since the last round, it does nothing.
+        Without fragments and overlap this happens automatically after every ``every``-th step. Call it after the last
+        step, and before a replica is saved or evaluated. It does nothing if there was no step since the last round.
 
-        A replica whose update is not finite says so in the log, and counts as one that has changed nothing: all move by
-        the sum of the others' updates, divided by the number of all replicas. Where the mean itself is not finite, the
-        parameters stay what they were after the last round.
+        A replica whose update holds inf or NaN logs a warning and contributes zeros: all replicas move by the sum of
+        the other updates, divided by the number of all replicas. If the mean itself is not finite, the parameters stay
+        as they were after the last round.
 
         Raises:
-            DisagreementError: ranks that are about to do different things, or replicas that differ.
+            DisagreementError: ranks are about to do different things, or replicas differ.
             UnsupportedError: a parameter requires a gradient that did not when ``compress_updates`` was called.
-            ValueError: something that is averaged has another size or dtype than then. Nothing has changed.
-            RuntimeError: the exchange broke off, or had done so at an earlier round. Parameters are then as after the
-                last round; of several fragments, those that were under way.
+            ValueError: an averaged tensor has another size or dtype than at that time. Nothing has changed then.
+            RuntimeError: the exchange broke off, now or at an earlier round. The parameters are then as they were after
+                the last round; with several fragments, those of the fragments in this exchange.
         """
         self._check_between_steps("average")
         if self._under_way is None and not any(fragment.anchored for fragment in self._fragments):
-            return  # on all replicas, which count their steps alike
+            return  # all replicas return here, since they have taken the same number of steps
         tensors = self._averaged.tensors()
         if self._under_way is not None:
             self._land()
@@ -329,18 +334,18 @@ class UpdateCompression(Handle):
                 fragment.keep(tensors, parameters=False)
 
     def _take_updates(self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) -> bool:
-        """Tensors are those of the last round again, and there are updates.
+        """Compute the fragments' updates, and reset the tensors to their values after the last round.
 
         Returns:
-            Whether these are finite; otherwise they are zeros now.
+            Whether the updates are finite. Otherwise they are zeros now.
         """
         return self._are_brought(fragments, tensors, finite=[fragment.take(tensors) for fragment in fragments])
 
     def _are_brought(
         self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor], *, finite: Sequence[bool]
     ) -> bool:
-        """Whether this replica brings its updates, which have to be finite on all of its ranks. Otherwise they are
-        zeros now, and the whole replica goes back to what all have in common.
+        """Return whether this replica contributes its updates: they must be finite on all of its ranks. Otherwise set
+        them to zero, and reset the whole replica to the anchors, which all replicas have in common.
         """
         if self._averaged.on_all_parts(all(finite), self.device):
             return True
@@ -356,16 +361,16 @@ class UpdateCompression(Handle):
         for fragment in fragments:
             fragment.bring_nothing()
         for fragment in self._fragments:
-            if fragment.anchored:  # otherwise its tensors are what all have in common already
+            if fragment.anchored:  # otherwise its tensors are equal on all replicas already
                 fragment.go_back(tensors)
         return False
 
     def _exchange(self, fragments: Sequence[Fragment], *, share: float) -> None:
-        """From updates to their means, in the same memory.
+        """Exchange the updates and replace them with their means, in the same memory.
 
         Args:
-            fragments: these, as one step of the core.
-            share: what this replica's update was scaled by; 0 where it brings none.
+            fragments: whose updates are exchanged, as one step of the averaging core.
+            share: the factor by which this replica's update was scaled; 0 where it contributes none.
         """
         samples = [self._sample(fragment, share) for fragment in fragments]
         for future in self._send(fragments, waiting=True):
@@ -379,21 +384,23 @@ class UpdateCompression(Handle):
         return [self.feed(group.update, group.names, last=group is groups[-1]) for group in groups]
 
     def _sample(self, fragment: Fragment, share: float) -> Tensor | None:
-        """What the length of a fragment's update is measured by, if it is in this round."""
+        """Return the sample by which the fragment's length is measured, or None if this round does not measure it."""
         length = fragment.length
         if isinstance(length, MeasuredLength) and length.begins(self.size):
             return length.sample(fragment.updates, share=share)
         return None
 
     def _measure(self, fragment: Fragment, sample: Tensor | None) -> None:
-        """All ranks are in the same round, and nothing is on its way."""
+        """Measure the fragment's length by an all-reduce of the samples, if there are any. Every rank calls this in the
+        same round, when no other message is in flight.
+        """
         if sample is not None:
             length = cast("MeasuredLength", fragment.length)
             length.take(sample, self.process_group, self.size)
             self._count_sent(all_reduce_nbytes(length.nbytes, self.size))
 
     def _apply(self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) -> None:
-        """Go along the means, if they are finite."""
+        """Apply the means, if they are finite."""
         if self._are_finite(fragments):
             for fragment in fragments:
                 fragment.go_along(tensors, self._outer_step)
@@ -405,7 +412,9 @@ class UpdateCompression(Handle):
         return False
 
     def _step_facts(self) -> Facts:
-        """Replicas that differ would train different models and never know."""
+        """Return a checksum of the parameters after the last round, for ranks to compare every ``check_every`` rounds.
+        Without it, replicas that differ would train different models unnoticed.
+        """
         turn = self.step // len(self._fragments)
         if not self._check_next and turn % self._check_every:
             return {}
@@ -422,26 +431,26 @@ class UpdateCompression(Handle):
 
     @torch.no_grad()
     def _depart(self, at: int, tensors: Mapping[str, Tensor]) -> None:
-        """A fragment's updates are on their way."""
+        """Start the exchange of a fragment's updates."""
         fragment = self._fragments[at]
         brings = self._are_brought([fragment], tensors, finite=[fragment.take_a_copy(tensors)])
         sample = self._sample(fragment, float(brings))
         self._under_way = UnderWay(at, self._send([fragment], waiting=False), sample)
 
     def _wait(self) -> None:
-        """Until the fragment that is under way has its means, which are applied later."""
+        """Wait until the means of the fragment that is under way have arrived. :meth:`_land` applies them."""
         if self._under_way is not None:
             futures, self._under_way.futures = self._under_way.futures, []
             try:
                 for future in futures:
                     future.wait()
             except BaseException:
-                self._under_way = None  # never to be applied
+                self._under_way = None  # its means must not be applied
                 raise
 
     @torch.no_grad()
     def _land(self) -> None:
-        """The fragment that is under way is applied."""
+        """Wait for the fragment that is under way, and apply its means."""
         self._wait()
         under_way, self._under_way = self._under_way, None
         assert under_way is not None
@@ -451,7 +460,9 @@ class UpdateCompression(Handle):
         fragment.mix(self._averaged.tensors(), self._outer_step, along=good, alpha=self._rounds.alpha)
 
     def _check_between_steps(self, what: str) -> None:
-        """A fragment that is under way is no obstacle: what it needs has been sent when its means are there."""
+        """Check as the base class does, after waiting for a fragment that is under way: once its means have arrived,
+        nothing of it is left to send. Also refuse a round after a broken exchange, or with newly trained parameters.
+        """
         if not self._removed:
             self._wait()
         super()._check_between_steps(what)
@@ -468,12 +479,13 @@ class UpdateCompression(Handle):
     # ---- ends and checkpoints ----------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """End it: the optimizer steps alone from now on, and may get another handle. Call on all ranks, between steps.
+        """End the averaging: the optimizer steps this replica alone from now on, and may get another handle. Call it on
+        all ranks, between steps.
 
-        Steps since the last round stay this replica's own; call :meth:`average` before, if replicas are to be equal.
+        Steps since the last round stay this replica's own. Call :meth:`average` before to make replicas equal.
 
         Raises:
-            DisagreementError: some rank does something else.
+            DisagreementError: another rank is doing something else.
         """
         if self._under_way is not None:
             try:
@@ -484,7 +496,7 @@ class UpdateCompression(Handle):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Of the optimizers and the copies."""
+        """Release the optimizers (hooks and registration) and the anchors."""
         for hook in self._hooks:
             hook.remove()
         self._unwatch()
@@ -493,24 +505,24 @@ class UpdateCompression(Handle):
         self._fragments.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on to the bit, but for model and optimizer. Every rank has its own.
+        """Return all that a run needs, beside the states of model and optimizer, to resume bit for bit. Every rank has
+        its own state.
 
-        Right after :meth:`average` it is small, and another number of replicas can load it. Otherwise it holds the
-        parameters of the last round, too, and the means of a fragment that is under way.
+        Right after :meth:`average` the state is small, and a different number of replicas can load it. At other times
+        it also holds the parameters of the last round, and the means of a fragment that is under way.
         """
         state, tensors = super().state_dict(), self._averaged.tensors()
         steps, skipped, under_way = self._steps, self._skipped, self._under_way
         return state | {"updates": self._saved.written(tensors, steps=steps, skipped=skipped, under_way=under_way)}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where :meth:`state_dict` was taken. Call on all ranks, with the model's and the optimizer's states.
+        """Resume from a :meth:`state_dict`. Call it on all ranks, after loading the states of model and optimizer.
 
-        Load them into model and optimizer first. Where the number of replicas has changed, states have to be
-        of a moment right after a round.
+        If the number of replicas has changed, the states must have been saved right after a round.
 
         Raises:
-            ValueError: a state that does not fit, on any rank, or states of different moments: of other rounds, or of
-                other steps since the last one. Nothing has changed then.
+            ValueError: a state that does not fit, on any rank, or states of different moments: of different rounds, or
+                of different numbers of steps since the last one. Nothing has changed then.
             RuntimeError: called inside a round, or after an exchange broke off.
         """
         super().load_state_dict(state)
@@ -519,7 +531,7 @@ class UpdateCompression(Handle):
         self._under_way = self._saved.read(mine, self._averaged.tensors(), self.device)
 
     def _own_updates(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """This rank's part of a state that can be loaded."""
+        """Return the part about updates that this rank loads, from its own state or from the states of all ranks."""
         if isinstance(state, Mapping):
             return cast("Mapping[str, Any]", state["updates"])
         by_rank = {each["rank"]: each["updates"] for each in state}
@@ -529,7 +541,7 @@ class UpdateCompression(Handle):
         return {**super()._state_facts(state), **self._moment_of(state)}
 
     def _moment_of(self, state: Mapping[str, Any]) -> Facts:
-        """Where between two rounds a state was saved, if replicas have to be there together."""
+        """Return where between two rounds a state was saved, for ranks to compare: it must be the same on all."""
         return self._saved.moment_of(state)
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
@@ -555,10 +567,10 @@ class UpdateCompression(Handle):
 
 
 def check_in_place(specs: Iterable[str | Compression]) -> None:
-    """See that residuals can wait in the parameters.
+    """Check that the specs' residuals can be kept in the parameters.
 
     Raises:
-        ValueError: one of the specs has none, or a feedback that has to know them apart from the update.
+        ValueError: one of the specs has no residuals, or a feedback that needs them separate from the update.
     """
     for spec in specs:
         method = compression(spec).feedback
@@ -574,5 +586,5 @@ def check_in_place(specs: Iterable[str | Compression]) -> None:
 
 
 def said_of(optimizer: Optimizer) -> str:
-    """Its kind and settings, for ranks to compare."""
+    """Return the optimizer's type and default settings as text, for ranks to compare."""
     return f"{type(optimizer).__name__} {sorted((k, repr(v)) for k, v in optimizer.defaults.items())}"

@@ -1,4 +1,4 @@
-"""Set-up of rounds: what users call, and what it checks before anything is touched."""
+"""Set up rounds of updates: :func:`compress_updates`, and its checks of all arguments before anything is changed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ __all__ = ["compress_updates"]
 
 log = logging.getLogger(__name__)
 
-#: Rounds of fewer steps are short. ``reproduce.local`` has rounds of 3, in which DiLoCo's outer step does harm, and of
-#: 15, in which it does not; where the border is has not been measured.
+#: Rounds of fewer steps than this count as short. In ``reproduce.local``, DiLoCo's outer step does harm in rounds of 3
+#: steps and none in rounds of 15; where the border lies has not been measured.
 _FEW_STEPS = 10
 
 
@@ -69,55 +69,57 @@ def compress_updates(
     weigh: str = "steps",
     check_every: int | None = None,
 ) -> UpdateCompression:
-    """Average what the optimizer changes instead of the gradients. Call it on all ranks, once, before the first step.
+    """Average updates, the changes that the optimizer makes, instead of gradients. Call it on all ranks, once, before
+    the first step.
 
     The training loop stays as it is: backward, ``optimizer.step()``. After every ``every``-th step the handle averages
-    the updates of all replicas, and their parameters are equal again, to the bit. All replicas begin with the
+    the updates of all replicas, and their parameters are equal again, bit for bit. At set-up all replicas get the
     parameters of the first.
 
     Args:
         model: a plain module; or one that the ranks of a replica train together, in DistributedDataParallel or sharded
-            by ``fully_shard`` (FSDP2), with ``process_group`` for the ranks that hold the same part of each replica.
-            It has the same memory format on all ranks.
-        optimizer: what steps the parameters, of any kind; or several, in the order in which they step.
+            by ``fully_shard`` (FSDP2). ``process_group`` then has the ranks that hold the same part of each replica.
+            The memory format must be the same on all ranks.
+        optimizer: the optimizer that steps the parameters, of any type; or several, in the order in which they step.
         spec: codec and feedback, such as ``"qsgd:bits=2+ef"``; or a plan, or a policy.
         every: optimizer steps from one round to the next; with ``peers`` also a time, such as ``"20min"`` (``s``,
-            ``min`` or ``h``), so that fast and slow peers come to it together, each with the steps it has taken.
-        outer: how far the parameters move along the mean of the updates: so many times the mean; ``"auto"``, for Adam
-            and its kin: as far as one optimizer with all batches would move, by measurement
-            (:mod:`narrowband.updates.length`); ``"nesterov"``, for rounds of ten steps and more: DiLoCo's SGD with
-            learning rate 0.7 and Nesterov's momentum 0.9 (arXiv 2311.08105, table 5); or a function that makes an
-            optimizer for the parameters, which gets −mean as their gradients.
-        buffers: what becomes of floating point buffers, such as batch norm's: averaged in every round, or kept as each
-            replica has them. They travel as they are, whatever ``small`` is. Buffers of whole numbers, and those that
-            hold an inf or NaN now, such as a mask, stay as they are.
-        fragments: parts of the model that have their rounds in turn, at equal distances, each after ``every`` steps
-            (Streaming DiLoCo). A round then sends, and needs memory for, a part of the model.
-        split: whether blocks of the model are dealt out to the fragments in turn, or those that follow each other stay
-            together.
-        overlap: steps that a replica takes while a fragment is on its way, up to ``every // fragments``; 0: it waits.
-        alpha: how much of a replica's own parameters is left when a mean arrives ``overlap`` steps late: they become
-            alpha · own + (1 − alpha) · common. With 1 replicas never meet; the paper's is 0.5.
-        offload: keep the copy of the parameters in the memory of the CPU when the model is on a GPU.
-        residuals: where the residuals of ``+ef`` wait for the next round: ``"apart"`` from the model; or
+            ``min`` or ``h``), so that fast and slow peers reach a round together, each with the steps it has taken.
+        outer: how the mean of the updates is applied. A number: this many times the mean is added to the parameters.
+            ``"auto"``, for Adam and similar optimizers: the mean is lengthened, by measurement, to the step of one
+            optimizer that sees all batches (:mod:`narrowband.updates.length`). ``"nesterov"``, for rounds of ten steps
+            and more: DiLoCo's SGD with learning rate 0.7 and Nesterov momentum 0.9 (arXiv 2311.08105, table 5). Or a
+            function that takes the parameters and returns an optimizer, which gets −mean as their gradients.
+        buffers: whether floating-point buffers, such as those of batch norm, are averaged in every round, or kept as
+            each replica has them. They are sent uncompressed, whatever ``small`` is. Integer buffers, and those that
+            hold an inf or NaN now, such as a mask, are not averaged.
+        fragments: number of parts of the model that have their rounds in turn, equally spaced, each once per ``every``
+            steps (Streaming DiLoCo). A round then sends, and needs memory for, a part of the model.
+        split: whether blocks of the model are dealt out to the fragments in turn (``"strided"``), or consecutive blocks
+            stay together (``"layers"``).
+        overlap: steps that a replica takes while a fragment is exchanged, up to ``every // fragments``; 0: it waits.
+        alpha: the weight of a replica's own parameters when a mean arrives ``overlap`` steps late: the parameters
+            become alpha · own + (1 − alpha) · common. With 1 replicas never become equal; the paper uses 0.5.
+        offload: keep the anchors, a copy of the parameters, in CPU memory when the model is on a GPU.
+        residuals: where the residuals of ``+ef`` are kept until the next round: ``"apart"`` from the model; or
             ``"in-place"``, in the replica's own parameters, so that it does not learn again what it has not sent yet.
-            With few bytes and many steps from one round to the next the loss is then lower
+            With few bytes and many steps per round, ``"in-place"`` gives the lower loss
             (:mod:`narrowband.updates.fragments`). Right after a round replicas are equal either way.
-        warmup_rounds: rounds at the beginning that are not compressed.
-        process_group: the replicas; by default all ranks are one each. Where several ranks train one replica, those
-            that hold the same part of each: of a mesh of replicas × shards, ``mesh["replicas"].get_group()``.
-        grad_scaler: the scaler that may skip the optimizer's step, at different times on different replicas. A step
-            that it skips counts, too, when ``grad_scaler.update()`` is called, so that all replicas come to the round
-            together. Several models may share a scaler: an update counts only if the scaler was asked to step this
-            optimizer before.
-        peers: where replicas meet that come and go (:class:`~narrowband.Rendezvous`), in place of a process group.
-            ``torch.distributed`` has to be left alone then: the handle makes and ends its default group. Returns when
-            this replica has been in a round, with the others' parameters.
-        weigh: what peers count by in the mean of a round: the optimizer steps they have taken since they were last in
-            one; or any other word, such as ``"tokens"`` or ``"samples"``, for what each tells
-            :meth:`~narrowband.ElasticUpdateCompression.count` before it steps. All peers give the same word.
-        check_every: rounds from one comparison of the replicas' checksums to the next; 1: after every round. By
-            default once in 10 optimizer steps, and so after every round of at least 10.
+        warmup_rounds: number of rounds at the beginning that are not compressed.
+        process_group: the replicas; by default each rank is one. If several ranks train one replica: the ranks that
+            hold the same part of each; for a mesh of replicas × shards, ``mesh["replicas"].get_group()``.
+        grad_scaler: the scaler that may skip the optimizer's step, at different times on different replicas. A skipped
+            step is counted, too, when ``grad_scaler.update()`` is called, so that all replicas reach a round together.
+            Several models may share a scaler: its update counts only if the scaler was asked to step this optimizer
+            before.
+        peers: where replicas that come and go meet (:class:`~narrowband.Rendezvous`), in place of a process group. Do
+            not initialize ``torch.distributed`` then: the handle creates and destroys its default group. The call
+            returns when this replica has been in a round, with the others' parameters.
+        weigh: what weights the peers in the mean of a round: ``"steps"``, the optimizer steps that a peer has taken
+            since it was last in a round; or any other word, such as ``"tokens"`` or ``"samples"``, for the numbers that
+            each peer passes to :meth:`~narrowband.ElasticUpdateCompression.count` before it steps. All peers give the
+            same word.
+        check_every: rounds from one comparison of the replicas' checksums to the next; 1: in every round. By default
+            once in 10 optimizer steps, and so in every round if rounds have at least 10.
 
     The other arguments are those of :func:`~narrowband.compress_gradients`.
 
@@ -125,11 +127,11 @@ def compress_updates(
         A handle with statistics (its steps are rounds), checkpoints and :meth:`~UpdateCompression.average`.
 
     Raises:
-        TypeError: something else than a module, or than optimizers.
-        ValueError: a number that cannot be, a spec that does not exist, a parameter that no optimizer steps, an
-            optimizer that has a handle already, or a buffer that no mean can be written to.
+        TypeError: ``model`` is no module, or ``optimizer`` no optimizer.
+        ValueError: a number out of range, a spec that does not exist, a parameter that no optimizer steps, an
+            optimizer that has a handle already, or a buffer to which no mean can be written.
         UnsupportedError: no process group, one with ranks of the same replica, or a combination that cannot work.
-        DisagreementError: ranks that gave different models or arguments.
+        DisagreementError: ranks passed different models or arguments.
 
     Example:
         >>> handle = nb.compress_updates(model, optimizer, "qsgd:bits=2+ef", every=10)
@@ -229,10 +231,10 @@ def _nesterov(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def _check_words(check_every: object, weigh: object, *, with_peers: bool) -> None:
-    """How often replicas are compared, and what they count by.
+    """Check ``check_every`` and ``weigh``.
 
     Raises:
-        ValueError: something that cannot be.
+        ValueError: one of them is not allowed.
     """
     if check_every is not None and not (isinstance(check_every, int) and check_every >= 1):
         raise ValueError(f"check_every={check_every!r} must be a whole number of rounds of at least 1")
@@ -243,10 +245,10 @@ def _check_words(check_every: object, weigh: object, *, with_peers: bool) -> Non
 
 
 def _check_residuals(residuals: object, settings: Settings, overlap: int, weigh: str) -> None:
-    """There are residuals where they are to be in place, and they arrive while the replica waits.
+    """Check ``residuals``: ``"in-place"`` needs specs with error feedback, and rounds in which the replica waits.
 
     Raises:
-        ValueError: a word that is not known, or what does not go together.
+        ValueError: an unknown word, or arguments that cannot be combined.
     """
     if residuals not in ("apart", "in-place"):
         raise ValueError(f"residuals={residuals!r} is neither 'apart' nor 'in-place'")
@@ -268,10 +270,11 @@ def _check_residuals(residuals: object, settings: Settings, overlap: int, weigh:
 
 
 def _check_streaming(rounds: Rounds) -> None:
-    """Fragments, and the steps until one arrives, have room between rounds.
+    """Check ``fragments``, ``overlap`` and ``alpha``: all fragments must have their rounds within ``every`` steps, and
+    each must arrive before the next one starts.
 
     Raises:
-        ValueError: they have not.
+        ValueError: one of them is not allowed.
     """
     fragments, overlap = rounds.fragments, rounds.overlap
     numbers: list[tuple[str, Any, int]] = [("fragments", fragments, 1), ("overlap", overlap, 0)]
@@ -292,10 +295,10 @@ def _check_streaming(rounds: Rounds) -> None:
 
 
 def _seconds(text: str) -> float:
-    """Seconds that a time says.
+    """Return the seconds of a time such as ``20min``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no time.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|min|h)", text.strip())
     if found is None or not float(found[1]):
@@ -308,10 +311,10 @@ def _is_number(x: object) -> TypeGuard[float]:
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """A mean can be written to every buffer that is averaged.
+    """Check that a mean can be written to every buffer that is averaged.
 
     Raises:
-        ValueError: one whose elements are the same memory.
+        ValueError: several elements of a buffer share memory.
     """
     for name, buffer in floating_buffers(model)[0]:
         own = local(buffer)
@@ -323,10 +326,10 @@ def _check_buffers(model: nn.Module) -> None:
 
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Every parameter that is trained is stepped.
+    """Check that an optimizer steps every trained parameter.
 
     Raises:
-        ValueError: nothing is trained, or something that no optimizer steps.
+        ValueError: nothing is trained, or no optimizer steps a trained parameter.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:

@@ -1,7 +1,6 @@
-"""What a saved state of rounds holds: how it is written, what it has to be so that a run can go on from it, and how it
-is read.
+"""Write, check and read the part of a checkpoint that is about rounds of updates.
 
-Everything is looked at before anything is loaded: a state that does not fit changes nothing.
+The whole state is checked before any of it is loaded, so a state that does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _UNDER_WAY = {"at", "steps", "sample", "means"}
 
 @dataclass(eq=False)
 class UnderWay:
-    """A fragment on its way, while the replica trains on.
+    """A fragment whose updates are being exchanged while the replica trains on.
 
     Attributes:
-        at: which.
-        futures: of its groups.
-        sample: what its length will be measured by.
-        steps: that this replica has taken since.
+        at: index of the fragment.
+        futures: one for each of its groups; done when the means have arrived.
+        sample: the sample by which its length will be measured, if it is in this round.
+        steps: optimizer steps that this replica has taken since the exchange began.
     """
 
     at: int
@@ -51,12 +50,12 @@ class SavedRounds:
     """The part of a handle's state that is about its rounds; see :func:`~narrowband.compress_updates`.
 
     Attributes:
-        fragments: of the model, in their order.
+        fragments: the model's fragments, in order.
         every: optimizer steps from one round to the next.
         split: how the model is divided into fragments.
-        residuals: where they wait.
+        residuals: where residuals are kept between rounds.
         overlap: steps that a fragment may be under way.
-        outer: the optimizer of the outer step, if there is one.
+        outer: the outer optimizer, if there is one.
     """
 
     fragments: Sequence[Fragment]
@@ -69,13 +68,13 @@ class SavedRounds:
     def written(
         self, tensors: Mapping[str, Tensor], *, steps: int, skipped: int, under_way: UnderWay | None
     ) -> dict[str, Any]:
-        """A rank's state.
+        """Return this rank's state.
 
         Args:
-            tensors: what is averaged, by name.
-            steps: since the last round.
-            skipped: updates that were not finite.
-            under_way: the fragment that is.
+            tensors: the averaged tensors by name.
+            steps: optimizer steps since the last round.
+            skipped: number of updates that were not finite.
+            under_way: the fragment that is under way, if there is one.
         """
         anchors: dict[str, Tensor] = {}
         for fragment in self.fragments:
@@ -102,8 +101,8 @@ class SavedRounds:
         }
 
     def read(self, own: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> UnderWay | None:
-        """Take fragments, their lengths and the outer optimizer from a rank's state that was checked; the fragment that
-        is under way.
+        """Load fragments, their lengths and the outer optimizer from a rank's state, which :meth:`check` has accepted.
+        Return the fragment that was under way, if there was one.
         """
         if self.outer is not None:
             self.outer.load_state_dict(own["outer"])
@@ -121,11 +120,11 @@ class SavedRounds:
         return UnderWay(sent["at"], sample=sample, steps=sent["steps"])
 
     def lengths(self) -> list[dict[str, float]]:
-        """The states of lengths that are measured."""
+        """Return the states of the lengths that are measured."""
         return [length.state_dict() for length in self._measured]
 
     def load_lengths(self, states: Sequence[Mapping[str, float]]) -> None:
-        """Go on from the states of lengths."""
+        """Load the states of the lengths that are measured."""
         for length, state in zip(self._measured, states, strict=True):
             length.load_state_dict(state)
 
@@ -134,14 +133,14 @@ class SavedRounds:
         return [each.length for each in self.fragments if isinstance(each.length, MeasuredLength)]
 
     def check(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """See that a rank's state can be loaded.
+        """Check that a rank's state can be loaded.
 
         Args:
-            state: of the handle.
-            tensors: what is averaged, by name.
+            state: the state of the whole handle.
+            tensors: the averaged tensors by name.
 
         Raises:
-            ValueError: says what does not fit.
+            ValueError: the state does not fit; the message says what.
         """
         own = _of_rounds(state)
         if own is None:
@@ -169,7 +168,7 @@ class SavedRounds:
         self._check_saved("parameters of the last round", own["anchor"], tensors, tensors)
         anchored = [fragment.names[0] in own["anchor"] for fragment in self.fragments]
         for at, there in enumerate(anchored):
-            # Right after its round, in which the replica waited, a fragment has none until the next step.
+            # Without overlap, a fragment has no anchors from its round until the next step.
             has_come = not self.overlap and own["steps"] == due_after(at, self.every, len(anchored))
             if own["steps"] and not there and not has_come:
                 raise ValueError("the state lacks the parameters of the last round")
@@ -192,7 +191,9 @@ class SavedRounds:
     def _check_saved(
         self, what: str, saved: Mapping[str, Tensor], names: Iterable[str], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Saved tensors fit the model, and are finite; those of a fragment are all there or none."""
+        """Raise ValueError unless the saved tensors fit the model and are finite, and all or none of each fragment's
+        are there.
+        """
         wanted = set(names)
         if others := saved.keys() - wanted:
             raise ValueError(f"the state's {what} do not fit the model: {min(map(str, others))}")
@@ -208,8 +209,9 @@ class SavedRounds:
                     raise ValueError(f"the state's {what} hold inf or NaN in {name}; load an earlier state")
 
     def moment_of(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """Where between two rounds a handle's state was saved. Replicas that are at different places there do not come
-        to the next round together. Of what is no state of updates nothing is said here; :meth:`check` refuses it.
+        """Return where between two rounds a handle's state was saved, for ranks to compare: replicas at different
+        places would not reach the next round together. Returns nothing for what is no state of updates, which
+        :meth:`check` refuses.
         """
         own = _of_rounds(state)
         if own is None:
@@ -224,7 +226,7 @@ class SavedRounds:
 
 
 def _of_rounds(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a state holds of updates, if that has the form of such."""
+    """Return the part of a state that is about updates, or None if it is not formed as one."""
     own = state.get("updates")
     if not isinstance(own, Mapping) or not own.keys() >= _KEYS or not isinstance(own["anchor"], Mapping):
         return None
@@ -238,7 +240,7 @@ def _of_rounds(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _check_measured(state: object) -> None:
     """Raise ValueError unless this is what :meth:`MeasuredLength.state_dict` returned."""
     least = {"own": 0, "mean": 0, "value": 1, "rounds": 0, "size": 0}
-    numbers = {"size": 0} | dict(state) if isinstance(state, Mapping) else {}  # earlier states do not say it
+    numbers = {"size": 0} | dict(state) if isinstance(state, Mapping) else {}  # earlier states lack the size
     for name, low in least.items():
         x = numbers.get(name)
         if not isinstance(x, (int, float)) or not low <= x < math.inf:
@@ -248,7 +250,7 @@ def _check_measured(state: object) -> None:
 
 
 def _check_outer(state: Mapping[str, Any]) -> None:
-    """Raise ValueError where an outer optimizer's state has not its form, or is not finite."""
+    """Raise ValueError if the state of an outer optimizer is malformed or not finite."""
     kept = state.get("state")
     if not isinstance(kept, Mapping) or not all(isinstance(own, Mapping) for own in kept.values()):
         raise ValueError("the state of the outer optimizer is not one: it says nothing of its parameters")
@@ -259,7 +261,7 @@ def _check_outer(state: Mapping[str, Any]) -> None:
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    """Whether something is a whole number from 0 on."""
+    """Return whether ``value`` is an int of at least 0."""
     return type(value) is int and value >= 0
 
 
@@ -268,7 +270,7 @@ def _is_flat(x: object, numel: int) -> bool:
 
 
 def _sizes(state: object) -> list[int] | None:
-    """How many parameters each group of an optimizer's state has; None where it is no such state."""
+    """Return the number of parameters in each group of an optimizer's state; None if it is no such state."""
     try:
         return [len(group["params"]) for group in cast("Mapping[str, Any]", state)["param_groups"]]
     except (KeyError, TypeError):

@@ -1,9 +1,9 @@
-"""What steps a model: settings of optimizers, for replicas to compare, and scalers that may skip a step.
+"""Optimizer settings that replicas compare, and gradient scalers that may skip an optimizer's step.
 
-Compared are kinds of optimizers, and the settings that cannot differ on purpose. Replicas whose moments decay
-otherwise, or of which one decays weights and another does not, take different steps, and their mean is nobody's.
-Learning rates may differ, by a schedule or by the size of batches, so they are left out; so is how a step is computed
-(``foreach``, ``fused``), which depends on the machine, and momentum where a schedule cycles it.
+Replicas compare the types of their optimizers, and the settings that never differ on purpose. If the decay of moments
+differed, or only some replicas decayed weights, replicas would take different kinds of steps, and the mean of their
+updates would be that of no optimizer. Learning rates are not compared: they may differ by schedule or batch size. Nor
+are ``foreach`` and ``fused``, which depend on the machine, nor momentum where a schedule cycles it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 __all__ = ["facts_of", "in_training", "watch"]
 
-#: What is compared, by the names that torch.optim and its kin have for it. Not all that a group has: optimizers of
-#: others keep there what they estimate as they go.
+#: Settings that are compared, by their names in torch.optim and similar libraries. Other entries of a parameter group
+#: are not compared, since some third-party optimizers keep running estimates there.
 _COMPARED = (
     "betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "alpha",
     "centered", "rho", "lambd", "t0", "beta2_decay", "lr_decay", "initial_accumulator_value", "momentum_decay", "etas",
     "step_sizes", "ns_steps", "ns_coefficients", "maximize",
 )  # fmt: skip
 
-#: What schedules such as OneCycleLR change, and the entry of a group that tells of such a schedule.
+#: Settings that schedules such as OneCycleLR change, and the entry of a group that shows that it has such a schedule.
 _CYCLED, _TELLS = ("betas", "momentum"), "max_momentum"
 
 
 def facts_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Name → value, of what has to be the same on all replicas.
+    """Return name → value of the optimizer settings that must be the same on all replicas.
 
-    A setting that all parameters share is said as it is; one that groups have each their own, with the number of
-    parameters and a fingerprint of their names, so that it does not matter how they are put in groups.
+    A setting that is equal for all parameters is given as its value. Otherwise each value is given with the number of
+    its parameters and a fingerprint of their names, so it does not matter how parameters are divided into groups.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -76,7 +76,7 @@ def _fingerprint(names: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """The same text for what is the same number."""
+    """Return a value as text, such that equal numbers give equal texts."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -87,7 +87,9 @@ def _plain(value: Any) -> str:
 
 
 def in_training(hook: Callable[[], None]) -> Callable[[Optimizer, Any, Any], None]:
-    """A hook of an optimizer's steps, but for those that are none of training."""
+    """Wrap ``hook`` as a step hook of optimizers that ignores calls of ``step`` that do not train (see
+    :func:`~narrowband.averaging.optim.only_makes_state`).
+    """
 
     def called(optimizer: Optimizer, _: Any, options: dict[str, Any]) -> None:
         if not only_makes_state(optimizer, options):
@@ -99,16 +101,16 @@ def in_training(hook: Callable[[], None]) -> Callable[[Optimizer, Any, Any], Non
 def watch(
     grad_scaler: torch.amp.GradScaler | None, optimizer: Optimizer, after: Callable[[bool], None]
 ) -> Callable[[], None]:
-    """Call a function after each of a scaler's updates, so that steps which it skips are counted, too.
+    """Call ``after`` after each ``grad_scaler.update()``, so that steps which the scaler skips can be counted, too.
 
     Args:
-        grad_scaler: this one; without it nothing is called.
-        optimizer: whose steps these are. The scaler may serve others, and updates for them, too.
-        after: a bound method, which is told whether the scaler was asked to step the optimizer since its last update,
-            or to unscale its gradients. Its object is not kept alive by the scaler, nor is the optimizer.
+        grad_scaler: the scaler to watch; if None, nothing is ever called.
+        optimizer: the optimizer whose steps are counted. The scaler may serve, and be updated for, other optimizers.
+        after: a bound method. Its argument says whether, since the last update, the scaler was asked to step this
+            optimizer or to unscale its gradients. The scaler keeps neither the method's object nor the optimizer alive.
 
     Returns:
-        What ends it. The scaler is then as it was, unless somebody else has come to watch it.
+        A function that ends the watch. It restores the scaler, unless somebody else has wrapped ``update`` since.
     """
     if grad_scaler is None:
         return lambda: None
@@ -117,7 +119,7 @@ def watch(
 
     @functools.wraps(update)
     def updated(*given: Any, **options: Any) -> None:
-        # The update forgets it, and there is no public name for it.
+        # Read this before the update, which clears it. There is no public name for it.
         asked = grad_scaler.is_enabled() and id(stepped()) in grad_scaler._per_optimizer_states
         update(*given, **options)
         if not ended and (own := method()) is not None:
@@ -127,7 +129,7 @@ def watch(
         nonlocal ended
         ended = True
         if vars(grad_scaler).get("update") is not updated:
-            return  # somebody else looks at it, too
+            return  # somebody else has wrapped update() since
         if watched_before:
             grad_scaler.update = update  # type: ignore[method-assign]
         else:
