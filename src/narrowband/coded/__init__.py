@@ -1,17 +1,17 @@
-"""Coded data parallelism, the fourth place: spare compute for scarce bandwidth, and exact.
+"""Coded data parallelism: nodes compute blocks redundantly to send less. Averages are exact.
 
 =====================  ===============================================================================
 :mod:`.assignment`     which node computes what: blocks, samplers, loads
 :mod:`.shares`         how many samples blocks have, for nodes of different speed
-:mod:`.coding`         what travels: packets that are sums of slices, and what is left of them
+:mod:`.coding`         packets, which are sums of slices, and how they are decoded
 :mod:`.fixed_point`    contributions as whole numbers
-:mod:`.header`         what each node says of itself in a step
-:mod:`.exchange`       one exchange: packets filled, sent, and taken apart
-:mod:`.recovery`       a node is lost, or returns
-:mod:`.average`        from the gradients of blocks to the average: a step
+:mod:`.header`         the header that each node sends in a step, and what follows from all headers
+:mod:`.exchange`       one exchange: packets are filled, sent, and decoded
+:mod:`.recovery`       what to do when a node is lost, or returns
+:mod:`.average`        a step: from the gradients of blocks to the average
 :mod:`.blocks`         one forward and backward, block by block
-:mod:`.checks`         what is refused at set-up
-:mod:`.parallel`       the model that is used like DDP
+:mod:`.checks`         checks of models, arguments and ranks at set-up
+:mod:`.parallel`       the wrapper around a model that is used like DDP
 :mod:`.choose`         how much redundancy pays: two times measured, all others predicted
 =====================  ===============================================================================
 

@@ -1,27 +1,28 @@
-"""Which node computes what: every mini-batch in blocks, every block on r nodes (algorithm 2 of CSSGD).
+"""Assign the blocks of a mini-batch to nodes: every block is computed on r nodes (algorithm 2 of CSSGD).
 
-n nodes form n/g groups of g. A mini-batch of B samples is cut into blocks, C(g, r) for each group, and block i of a
-group belongs to combination i of r of its nodes, in lexicographic order. With one group (g = n) that is the paper's
-scheme: C(n, r) blocks, of which a node has C(n−1, r−1) (equation 20). Their number grows faster than that of nodes, and
-groups keep it small. Inside a group packets are coded, and groups add up what they have, each node a g-th of it.
+n nodes form n/g groups of g. A mini-batch of B samples is cut into blocks, C(g, r) for each group. Block i of a group
+is computed by combination i of r of its nodes, in lexicographic order. With one group (g = n) this is the paper's
+scheme: C(n, r) blocks, of which a node has C(n−1, r−1) (equation 20). The number of blocks grows faster than that of
+nodes; groups keep it small. Inside a group packets are coded. Across groups, sums are exchanged: each node of a group
+sends a g-th of its group's sum.
 
 What a node sends in a step, in gradients of the whole model:
 
 ===============  ======================  ==============================================
-                 sent once (multicast)   sent to each who needs it (unicast)
+                 sent once (multicast)   sent to each node that needs it (unicast)
 ===============  ======================  ==============================================
 inside a group   C(g−1, r) / r           C(g−1, r)
 across groups    1/g, if n > g           (n − g) / g
 ===============  ======================  ==============================================
 
-With one group and multicast, n nodes send (n−r) / ((n−1)·r) of what they would send if the gradient of each of C(n, r)
-blocks, computed once, went to each of the others by itself (equation 19). Nodes that add up their own blocks first and
-send the sum, once, send 1 (r = g = 1: plain data parallelism); groups of g = r, whose nodes all compute the same
-(*fractional repetition*), 1/r.
+With one group and multicast, n nodes send (n−r) / ((n−1)·r) of what they would send if each of C(n, r) blocks were
+computed once, and its gradient sent to each other node separately (equation 19). Nodes that add up their own blocks
+first and send the sum once send 1 gradient (r = g = 1: plain data parallelism). In groups of g = r all nodes compute
+the same (*fractional repetition*), and each sends 1/r.
 
-Nodes of different speed may be given different *shares* of the work. The gradient of a block is as long however many
-samples the block has. So shares change the sizes of blocks (:mod:`.shares`), and neither who holds them nor what is
-sent.
+Nodes of different speed may get different *shares* of the work. The size of a block's gradient does not depend on the
+number of its samples. So shares change only the sizes of blocks (:mod:`.shares`), not which nodes compute them, nor
+what is sent.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ from narrowband.coded.shares import check_shares, uneven_sizes
 
 __all__ = ["Assignment", "CodedSampler"]
 
-#: Blocks of a group in one mini-batch. A node keeps a gradient of the whole model for each of its own.
+#: The most blocks of a group in one mini-batch. A node keeps a gradient of the whole model for each block that it has.
 MAX_BLOCKS = 256
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Blocks of a mini-batch, and who computes them.
+    """The blocks of a mini-batch, and which nodes compute them.
 
     Args:
-        nodes: how many there are, n.
-        redundancy: on how many each block is computed, r.
-        group: how many nodes share blocks, g; a divisor of n, and at least r. By default all.
-        shares: for each node how much of the work it does, in any unit, such as samples per second; by default all do
-            equally much. None may exceed 1/r of its group's. Inside groups of g = r they are equal, since all nodes of
-            such a group compute the same.
+        nodes: number of nodes, n.
+        redundancy: number of nodes on which each block is computed, r.
+        group: number of nodes that share blocks, g; a divisor of n, and at least r. By default all.
+        shares: how much of the work each node does, in any unit, such as samples per second; by default all do equally
+            much. No share may exceed 1/r of the sum of its group's. Inside groups of g = r shares are equal, since all
+            nodes of such a group compute the same.
 
     Raises:
-        ValueError: numbers that do not fit together, or that make too many blocks; says what would do.
+        ValueError: numbers that do not fit together, or too many blocks; the message says what is possible.
 
     Example:
         >>> four = Assignment(nodes=4, redundancy=2)
@@ -109,37 +110,37 @@ class Assignment:
 
     @property
     def groups(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return self.nodes // self.group
 
     @property
     def blocks(self) -> int:
-        """Blocks of a mini-batch."""
+        """Number of blocks of a mini-batch."""
         return self.groups * math.comb(self.group, self.redundancy)
 
     @property
     def blocks_per_node(self) -> int:
-        """How many of them a node computes: the same on all."""
+        """Number of blocks that a node computes, the same on all nodes."""
         return math.comb(self.group - 1, self.redundancy - 1)
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of each block, ascending."""
+        """For each block the nodes that compute it, ascending."""
         groups = [self.members(first) for first in range(0, self.nodes, self.group)]
         return tuple(nodes for members in groups for nodes in combinations(members, self.redundancy))
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """The blocks of a node, ascending."""
+        """Return the blocks that a node computes, ascending."""
         return tuple(block for block, nodes in enumerate(self.holders) if rank in nodes)
 
     def members(self, rank: int) -> tuple[int, ...]:
-        """The nodes of a node's group, ascending."""
+        """Return the nodes of a node's group, ascending."""
         first = rank // self.group * self.group
         return tuple(range(first, first + self.group))
 
     def sizes(self, samples: int) -> tuple[int, ...]:
-        """How many samples of a mini-batch of ``samples`` each block has, one at least. Without shares they are as even
-        as can be, larger ones first; with shares they give every node the samples of :meth:`work`.
+        """Return how many samples each block of a mini-batch of ``samples`` has, at least one. Without shares, sizes
+        are as even as possible, larger ones first; with shares, they give every node the samples of :meth:`work`.
 
         Raises:
             ValueError: fewer samples than blocks.
@@ -147,21 +148,23 @@ class Assignment:
         return _sizes(self, samples)
 
     def work(self, samples: int) -> tuple[int, ...]:
-        """How many samples of a mini-batch of ``samples`` each node computes: ``redundancy * samples`` in all, and with
-        shares as near to proportional as whole numbers can be, where every block has a sample.
+        """Return how many samples of a mini-batch of ``samples`` each node computes: ``redundancy * samples`` in all.
+        With shares, as nearly proportional to them as whole numbers, and at least one sample per block, allow.
         """
         sizes = self.sizes(samples)
         return tuple(sum(sizes[block] for block in self.held(rank)) for rank in range(self.nodes))
 
     def rows(self, rank: int, samples: int, length: int = 0) -> list[int]:
-        """Which samples of a mini-batch a node computes, by their places in it, block after block.
+        """Return the indices, within a mini-batch, of the samples that a node computes, block after block.
 
-        All nodes have equally many rows: the last is repeated where a node computes fewer samples. So a mean over rows
-        divides by the same number everywhere; what is repeated is not computed and has no part in the gradient.
+        All nodes have equally many rows, so that a mean over rows divides by the same number everywhere. If a node
+        computes fewer samples, its last row is repeated. Repeated rows are not computed, and have no part in the
+        gradient.
 
         Args:
-            samples: of the mini-batch.
-            length: how many rows; by default as many as the node with most work computes samples.
+            rank: the node.
+            samples: number of samples of the mini-batch.
+            length: number of rows; by default the samples of the node with most work.
         """
         sizes = self.sizes(samples)
         starts = list(accumulate(sizes, initial=0))
@@ -169,11 +172,12 @@ class Assignment:
         return own + own[-1:] * ((length or max(self.work(samples))) - len(own))
 
     def length(self, samples: int, taken: dict[int, int]) -> int:
-        """How many rows all nodes have: so many that they tell this mini-batch from others, the least not yet taken.
+        """Return the number of rows of all nodes: the smallest that no mini-batch of another size has taken, so that
+        the number of rows identifies the size of the mini-batch.
 
         Args:
-            samples: of the mini-batch.
-            taken: rows → samples of their mini-batch; this one is added.
+            samples: number of samples of the mini-batch.
+            taken: number of rows → samples of the mini-batch; this one is added.
         """
         length = max(self.work(samples))
         while taken.setdefault(length, samples) != samples:
@@ -183,11 +187,11 @@ class Assignment:
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def load(self, *, multicast: bool = True, bits: int = 32) -> float:
-        """What a node sends in a step, in gradients of the whole model in float32 (see the table above).
+        """Return what a node sends in a step, in gradients of the whole model in float32 (see the table above).
 
         Args:
             multicast: whether a packet that several nodes need is sent once.
-            bits: of a number inside a group; across groups it has 32.
+            bits: bits of a number inside a group; across groups numbers have 32.
         """
         n, r, g = self.nodes, self.redundancy, self.group
         inside, across = math.comb(g - 1, r) * bits / 32, (n - g) / g
@@ -200,20 +204,21 @@ class Assignment:
 
 
 class CodedSampler(Sampler[list[int]]):
-    """A ``batch_sampler`` for a DataLoader: for every mini-batch, the rows that one node computes.
+    """A ``batch_sampler`` for a DataLoader: yields, for every mini-batch, the rows that one node computes.
 
-    Made by :meth:`CodedDataParallel.sampler`, which also tells the model how many samples each mini-batch has. All
-    nodes draw the same order. Every sample of an epoch is in exactly one mini-batch, on ``redundancy`` nodes.
+    :meth:`CodedDataParallel.sampler` creates it, and shares ``lengths`` with it, by which the model knows how many
+    samples each mini-batch has. All nodes draw the same order. Every sample of an epoch is in exactly one mini-batch,
+    on ``redundancy`` nodes.
 
     Args:
-        dataset: whatever has a length.
+        dataset: anything that has a length.
         batch_size: samples of a mini-batch, over all nodes; the last may have fewer.
         assignment: blocks and nodes.
-        rank: of this node.
+        rank: this node.
         shuffle: draw a new order for each epoch.
-        seed: of the order; the same on all nodes.
-        drop_last: leave out the last mini-batch where it is smaller.
-        lengths: as for :meth:`Assignment.length`: the number of rows tells a model which mini-batch it has.
+        seed: seed of the order; the same on all nodes.
+        drop_last: leave out the last mini-batch if it is smaller.
+        lengths: the ``taken`` of :meth:`Assignment.length`, by which the model identifies mini-batches.
 
     Raises:
         ValueError: a mini-batch with fewer samples than there are blocks.
@@ -242,7 +247,7 @@ class CodedSampler(Sampler[list[int]]):
         }
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw another order, as with a DistributedSampler: call it before each epoch, on all nodes."""
+        """Draw another order, as with a DistributedSampler. Call it before each epoch, on all nodes."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -260,7 +265,7 @@ class CodedSampler(Sampler[list[int]]):
             begin += samples
 
 
-@lru_cache(maxsize=1024)  # a training run has few sizes of mini-batches, and asks in every step
+@lru_cache(maxsize=1024)  # called in every step, with few different sizes of mini-batches
 def _sizes(assignment: Assignment, samples: int) -> tuple[int, ...]:
     if samples < assignment.blocks:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""From the gradients of a node's own blocks to the average over the whole mini-batch, the same bits on all nodes.
+"""Average the gradients of all nodes' blocks over the whole mini-batch, with the same bits on all nodes.
 
-A step rounds contributions to whole numbers (:mod:`.fixed_point`) and adds them up (:mod:`.exchange`), once more in
-another unit where that does not fit them. What is to be done when a node is lost, or returns, :mod:`.recovery` knows.
+A step rounds contributions to whole numbers (:mod:`.fixed_point`) and adds them up (:mod:`.exchange`). If the unit does
+not fit the contributions, it does so again in another unit. :mod:`.recovery` handles nodes that are lost or return.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ log = logging.getLogger(__name__)
 
 
 class BlockAverage:
-    """The contributions of one node's blocks, and how they become the average.
+    """Collects the contributions of one node's blocks, and averages them with those of the other nodes.
 
     Args:
         assignment: blocks and nodes.
         rank: this node.
-        numels: of the parameters, in their order.
-        transport: to the other nodes. Where it goes on without a lost one, and blocks are on two, so does the average.
-        bits: of a number on the wire: 32, 16 or 8.
-        span: what the average may reach; see :class:`~narrowband.coded.fixed_point.FixedPoint`.
-        device: where gradients are.
-        segment_nbytes: what a node sends at a time, at most.
-        rejoin_steps: how many steps' averages are kept for a node that is lost, where the transport lets it back in.
+        numels: numbers of elements of the parameters, in their order.
+        transport: transport to the other nodes. If it goes on without a lost node, and each block is on two nodes or
+            more, averaging goes on, too.
+        bits: bits of a number on the wire: 32, 16 or 8.
+        span: the largest magnitude of the average; see :class:`~narrowband.coded.fixed_point.FixedPoint`.
+        device: device of the gradients.
+        segment_nbytes: the most bytes that a node sends at a time.
+        rejoin_steps: number of steps whose averages are kept for a lost node, if the transport lets it back in.
 
     Attributes:
-        assignment, rank, transport: as given.
-        unit: of contributions.
-        step: how many steps this node has averaged.
+        assignment, rank, transport: the arguments.
+        unit: the unit of contributions.
+        step: number of steps that this node has averaged.
         total: statistics since the start.
-        last: and of the last step.
+        last: statistics of the last step.
 
     Raises:
-        ValueError: bits or a span that do not exist.
+        ValueError: unsupported ``bits``, or an invalid ``span``.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class BlockAverage:
         device = device or torch.device("cpu")
         self._exchange = BlockExchange(assignment, rank, numels, transport, self.unit, device, segment_nbytes)
         self._recovery = Recovery(self._exchange, rejoin_steps)
-        self._magnitude: float | None = None  # the largest contribution to the step's sum; None before that is here
+        self._magnitude: float | None = None  # the largest contribution to the step's sum; None until there is a sum
         self.step = 0
         self.total, self.last = CodedStepStats(), CodedStepStats()
 
@@ -87,7 +88,7 @@ class BlockAverage:
 
     @property
     def is_given(self) -> bool:
-        """Whether the others have given this node, which had been lost, the average of the step that it is in."""
+        """Whether this node was lost, and the others have given it the average of its current step."""
         return bool(self._recovery.given)
 
     def add(self, row: int, gradients: Sequence[Tensor | None], weight: float) -> None:
@@ -95,19 +96,20 @@ class BlockAverage:
         self._exchange.add(row, gradients, weight)
 
     def clear(self) -> None:
-        """Contributions begin anew."""
+        """Reset the contributions to zero."""
         self._exchange.clear()
 
     def average(self, samples: int) -> Tensor:
-        """The sum of all blocks' contributions, float32, flat and new; NaN where one of them is not finite. All nodes
-        call it in the same step, and get the same bits. Contributions begin anew afterwards.
+        """Return the sum of all blocks' contributions as a new flat float32 tensor; all NaN if any contribution is not
+        finite. All nodes call this in the same step, and get the same bits. Contributions are reset afterwards.
 
         Args:
-            samples: of the mini-batch; all nodes have to have the same.
+            samples: number of samples of the mini-batch, the same on all nodes.
 
         Raises:
-            RuntimeError: on all nodes, when they are not in the same step, or computed other bits for the same block.
-            RanksLostError: more nodes are lost than the transport goes on without; or this one is, to the others.
+            RuntimeError: on all nodes, if they are not in the same step, or computed different bits for the same block.
+            RanksLostError: more nodes are lost than the transport can go on without; or the others go on without this
+                node, and it cannot return.
         """
         self.last = self._exchange.stats = CodedStepStats(steps=1, raw_bytes=4 * self._exchange.numel)
         if self.is_given:
@@ -126,17 +128,17 @@ class BlockAverage:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and the unit, the same on all nodes."""
+        """Return the step and the unit, which are the same on all nodes."""
         return {"step": self.step, "exponent": self.unit.exponent, "limit": self.unit.limit}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_assignment: bool) -> None:
-        """Go on from a state. Where the number of nodes or bits has changed, the unit begins anew."""
+        """Resume from a state. If the assignment or the number of bits has changed, the unit is not restored."""
         self.step = state["step"]
         if same_assignment and state["limit"] == self.unit.limit:
             self.unit.exponent = state["exponent"]
 
     def _take_part(self, samples: int) -> Tensor:
-        """The average, with all nodes that are there; and the lost one is let back in, if it asks."""
+        """Compute the average with all nodes that are there, and let a lost node back in if it asks."""
         recovery, self._magnitude = self._recovery, None
         exponent, asks = self.unit.exponent, False
         try:
@@ -157,7 +159,7 @@ class BlockAverage:
         return out
 
     def _add_up(self, samples: int) -> float:
-        """The largest contribution; and the sum of all is there, in another unit if need be."""
+        """Add up all contributions, in another unit if this one does not fit. Return the largest contribution."""
         magnitude = self._exchange.run(self.step, samples)
         if math.isfinite(magnitude) and not self.unit.fits(magnitude):
             before = self.unit.reach
@@ -172,7 +174,7 @@ class BlockAverage:
         return magnitude
 
     def _finished(self) -> Tensor:
-        """The average, of the sum that is there; and the unit of the next step."""
+        """Return the average, from the sum in the exchange, and set the unit of the next step."""
         assert self._magnitude is not None
         began = time.perf_counter()
         out = torch.empty(self._exchange.numel, dtype=torch.float32, device=self._exchange.device)

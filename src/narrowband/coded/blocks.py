@@ -1,7 +1,7 @@
-"""One forward pass, block after block; and its backward, which gives each block's gradients to the average.
+"""Run forward and backward block by block; backward hands each block's gradients to the average.
 
-To autograd all outputs come from one function. Its backward is where the user's graph ends and the graphs of the blocks
-begin: it asks for the gradients of one block after the other.
+For autograd, all outputs come from one function. The user's graph ends at that function, and the graphs of the blocks
+begin there: its backward computes the gradients of one block after the other.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ __all__ = ["Run"]
 
 @dataclass
 class _BlockOutputs:
-    """What the module made of one block: outputs, and how many of its rows are samples."""
+    """The module's outputs for one block, and the number of samples in it."""
 
     outputs: list[Any]
     samples: int
 
 
 class Run:
-    """One forward: block after block, and later back.
+    """One forward pass, block by block, and its backward.
 
     Args:
-        parameters: whose gradients are averaged.
-        average: takes the gradients of each block.
-        samples: of the mini-batch.
-        rows: of this rank's batch; those behind its blocks' samples repeat the last.
-        finish: is called when backward is complete.
-        drop: is called when it, or ``finish``, raises.
+        parameters: parameters whose gradients are averaged.
+        average: receives the gradients of each block.
+        samples: number of samples of the mini-batch.
+        rows: number of rows of this rank's batch; those after its blocks' samples repeat the last sample.
+        finish: called when backward is complete.
+        drop: called when backward or ``finish`` raises.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Run:
         self._spec: TreeSpec | None = None
 
     def add(self, output: Any, samples: int) -> None:
-        """Add the outputs of the next block, so many of whose rows are samples."""
+        """Add the outputs of the next block, which have one row for each of its ``samples``."""
         outputs, self._spec = tree_flatten(output)
         for leaf in outputs:
             if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != samples):
@@ -72,7 +72,7 @@ class Run:
         self._blocks.append(_BlockOutputs(outputs, samples))
 
     def outputs(self, anchor: Tensor) -> Any:
-        """All blocks' outputs, one block after the other."""
+        """Return the outputs of all blocks, concatenated along rows."""
         columns = list(zip(*(block.outputs for block in self._blocks), strict=True))
         tensors = [at for at, column in enumerate(columns) if isinstance(column[0], torch.Tensor)]
         joined: list[Any] = [column[0] for column in columns]
@@ -82,14 +82,16 @@ class Run:
         return tree_unflatten(joined, self._spec)
 
     def join(self, at: int) -> tuple[Tensor, bool]:
-        """One output of all blocks, and whether it has a gradient; rows without a sample repeat the last."""
+        """Concatenate one output of all blocks; return it, and whether it has a gradient. Rows that stand for no sample
+        repeat the last.
+        """
         parts = [block.outputs[at].detach() for block in self._blocks]
         repeated = self._rows - sum(block.samples for block in self._blocks)
         parts.append(parts[-1][-1:].expand(repeated, *parts[-1].shape[1:]))
         return torch.cat(parts), any(block.outputs[at].requires_grad for block in self._blocks)
 
     def backward(self, tensors: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
-        """From the gradients of all outputs to those of each block, and to the average."""
+        """Compute each block's gradients from those of the outputs, and pass them to the average."""
         try:
             self._backward(tensors, gradients)
             self._finish()
@@ -102,7 +104,7 @@ class Run:
             raise RuntimeError("backward a second time: the blocks' graphs are freed, retain_graph=True or not")
         blocks, self._blocks = self._blocks, []
         weight = self._rows / self._samples
-        if self._average.is_given:  # this rank was lost: what these blocks contribute, others have computed
+        if self._average.is_given:  # this rank was lost; others have computed the contributions of these blocks
             blocks = []
         first = 0
         for row, block in enumerate(blocks):
@@ -110,7 +112,8 @@ class Run:
             for at, gradient in zip(tensors, gradients, strict=True):
                 if gradient is not None and block.outputs[at].requires_grad:
                     ends.append(block.outputs[at])
-                    starts.append(gradient[first : first + block.samples].clone())  # at no odd place in memory
+                    # A copy: where a tensor begins in memory may change how it is rounded.
+                    starts.append(gradient[first : first + block.samples].clone())
             found: Sequence[Tensor | None] = [None] * len(self._parameters)
             if ends:
                 found = torch.autograd.grad(ends, self._parameters, starts, allow_unused=True)
@@ -120,7 +123,7 @@ class Run:
 
 
 class _Boundary(torch.autograd.Function):
-    """Where the user's graph ends and those of the blocks begin."""
+    """The boundary between the user's autograd graph and those of the blocks."""
 
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, run: Run, tensors: list[int]) -> tuple[Tensor, ...]:

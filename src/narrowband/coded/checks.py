@@ -1,4 +1,4 @@
-"""What coded data parallelism refuses when it is set up: models, arguments, and ranks that differ."""
+"""Checks at the set-up of coded data parallelism: of the model, of the arguments, and that ranks agree."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-#: Norms that look at several samples at once.
+#: Normalization layers that compute statistics over several samples.
 NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm)
 
 
 def check_model(module: nn.Module) -> torch.device:
-    """The device of the parameters, if the model can be trained."""
+    """Return the device of the parameters. Raise UnsupportedError if the model cannot be trained this way."""
     for name, child in module.named_modules():
         if isinstance(child, NORMS) and child.training:
             if child.track_running_stats:
@@ -61,7 +61,7 @@ def check_model(module: nn.Module) -> torch.device:
 def check_failures(
     max_failures: int, silence_timeout: float, rejoin_steps: int, redundancy: int, transport: str | Transport
 ) -> None:
-    """Raise ValueError, or UnsupportedError, for what does not fit together when ranks may be lost."""
+    """Raise ValueError or UnsupportedError if the arguments about lost ranks cannot be combined."""
     if max_failures not in (0, 1):
         raise ValueError(f"max_failures={max_failures!r} is neither 0 nor 1")
     if max_failures and redundancy < 2:
@@ -80,7 +80,7 @@ def check_failures(
 
 
 def no_batch_norm(name: str, child: nn.Module) -> str:
-    """The error for a norm over several samples, in words."""
+    """Return the error message for a norm over several samples."""
     return (
         f"{name} is a {type(child).__name__} in training: it would normalize by one block of the mini-batch at a time, "
         "and its running averages would be those of other samples on every rank. SyncBatchNorm is no way out: ranks "
@@ -90,7 +90,7 @@ def no_batch_norm(name: str, child: nn.Module) -> str:
 
 
 def other_parameters(changed: Sequence[str]) -> str:
-    """The error for parameters that were frozen or thawed after set-up, in words."""
+    """Return the error message for parameters that were frozen or thawed after set-up."""
     return (
         f"requires_grad of {', '.join(changed[:3])}{' …' if len(changed) > 3 else ''} has changed since the model was "
         "wrapped, and what is averaged was settled then. Wrap it anew on all ranks, as in "
@@ -100,7 +100,7 @@ def other_parameters(changed: Sequence[str]) -> str:
 
 
 def check_agreement(arguments: dict[str, Any], module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Ranks that were set up differently would hang, or decode nonsense; find out now."""
+    """Raise ValueError if ranks have different arguments or models: they would hang, or decode wrong numbers, later."""
     mine: dict[str, Any] = dict(arguments)
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
@@ -123,7 +123,9 @@ def check_agreement(arguments: dict[str, Any], module: nn.Module, group: dist.Pr
 
 
 def check_extra_state(state: object) -> None:
-    """Raise ValueError unless this is what :meth:`CodedDataParallel.get_extra_state` returned, on whatever ranks."""
+    """Raise ValueError unless ``state`` is a state that :meth:`CodedDataParallel.get_extra_state` returned, on any
+    number of ranks.
+    """
     wanted = {"step", "exponent", "limit", "assignment", "lengths"}
     if not isinstance(state, Mapping) or (lacking := wanted - state.keys()):
         what = f"lacks {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else f"is {type(state).__name__}"

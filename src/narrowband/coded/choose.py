@@ -1,23 +1,23 @@
-"""How much redundancy pays on this link: two times measured, all others predicted.
+"""Choose the redundancy that is fastest on this link: two times are measured, all others predicted.
 
-A step with redundancy r computes r times as much, and sends L(r) times what plain data parallelism sends::
+A step with redundancy r computes r times as much as plain data parallelism, and sends L(r) times as much::
 
     T(r) = r · T_compute + T_communicate · L(r)
 
-T_compute is forward and backward of a 1/n of the mini-batch on the slowest node; with shares that fit the nodes
-(:mod:`.shares`) a step computes for less time. T_communicate is the exchange of plain data parallelism on the same
-transport: every node adds up its own gradients and sends the sum, once where packets are multicast, and to each of the
-n − 1 others elsewhere. L(r) is the ratio of the two loads, as :meth:`~narrowband.coded.Assignment.load` has them.
+T_compute is the time of forward and backward for 1/n of the mini-batch on the slowest node; with shares that fit the
+nodes (:mod:`.shares`) a step computes for less time. T_communicate is the time of plain data parallelism's exchange on
+the same transport: every node adds up its own gradients and sends the sum, once with multicast, else to each of the
+n − 1 others. L(r) is the ratio of the two loads (:meth:`~narrowband.coded.Assignment.load`).
 
-That is another yardstick than the paper's. Equation 19 compares with nodes that send the gradient of each block by
-itself, without multicast. Measured against nodes that add up first, coding over all n nodes saves something only at
-r = n − 1: with multicast it sends C(n−1, r)/r gradients per node, and plain data parallelism one. Groups, whose packets
-and sums are few, are therefore among the candidates, and with g = r nothing is left of coding but repetition: 1/r.
-Beside these stands the all-reduce of the process group, measured too; and r = n, which sends nothing: every node
-computes the whole mini-batch, T(n) = n · T_compute, and might as well be alone.
+The paper has a different baseline: equation 19 compares with nodes that send the gradient of each block separately,
+without multicast. Compared with nodes that add up first, coding over all n nodes saves something only at r = n − 1:
+with multicast it sends C(n−1, r)/r gradients per node, and plain data parallelism one. Therefore groups, which have few
+packets and sums, are among the candidates; with g = r no coding remains but repetition, and a node sends 1/r. Two more
+are compared: the all-reduce of the process group, which is measured, too; and r = n, which sends nothing: every node
+computes the whole mini-batch, T(n) = n · T_compute, as a single node could.
 
-Which transport is best is measured, too. Multicast sends least; but on a fast link, or on a few nodes, what the process
-group has is faster, though each packet goes to each node that needs it.
+Transports are measured, too. Multicast sends least, but on a fast link, or among few nodes, the process group is
+faster, though it sends each packet to each node that needs it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidate", "Choice", "choose_redundancy", "predict"]
 
-#: Redundancy that saves less than this share of a step is not worth its memory.
+#: Redundancy that saves less than this share of a step's time is not worth its memory.
 WORTH_IT = 0.05
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to share the work.
+    """One scheme of redundancy and group.
 
     Attributes:
-        redundancy: on how many nodes each block is computed.
-        group: how many nodes share blocks.
-        load: what a node sends, in gradients of the whole model in float32.
-        seconds: a step, predicted.
+        redundancy: number of nodes on which each block is computed.
+        group: number of nodes that share blocks.
+        load: what a node sends in a step, in gradients of the whole model in float32.
+        seconds: predicted seconds of a step.
     """
 
     redundancy: int
@@ -66,17 +66,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured, what follows, and what to use.
+    """The scheme to use, and the measurements and predictions that it follows from.
 
     Attributes:
-        redundancy: the best.
-        group: the best.
-        compute_s: forward and backward of a node's share without redundancy, measured.
-        communicate_s: the exchange of plain data parallelism by this transport, measured.
-        all_reduce_s: an all-reduce of the gradients over the process group, measured.
-        candidates: all that were looked at, the fastest first.
-        verdict: in words, with what a plain all-reduce would take, and what another transport.
-        transport: the best of those that were measured.
+        redundancy: the best redundancy.
+        group: the best group.
+        compute_s: measured seconds of forward and backward of a node's share, without redundancy.
+        communicate_s: measured seconds of plain data parallelism's exchange by this transport.
+        all_reduce_s: measured seconds of an all-reduce of the gradients over the process group.
+        candidates: all schemes that were compared, the fastest first.
+        verdict: the choice in words, and how it compares with a plain all-reduce and other transports.
+        transport: the best transport of those that were measured.
     """
 
     redundancy: int
@@ -90,7 +90,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """A step of the best scheme, predicted."""
+        """Predicted seconds of a step of the best scheme."""
         return next(c.seconds for c in self.candidates if (c.redundancy, c.group) == (self.redundancy, self.group))
 
 
@@ -104,19 +104,19 @@ def predict(
     multicast: bool,
     bits: int = 32,
 ) -> Choice:
-    """What follows from the times of plain data parallelism (the formula is at the top of this file).
+    """Predict the fastest scheme from the times of plain data parallelism (the formula is at the top of this file).
 
     Args:
-        nodes: n.
-        batch_size: samples of a mini-batch; schemes of more blocks are left out.
-        compute_s: of a node's share, without redundancy.
-        communicate_s: of its exchange.
-        all_reduce_s: of an all-reduce of the gradients.
+        nodes: number of nodes, n.
+        batch_size: samples of a mini-batch; schemes with more blocks are left out.
+        compute_s: seconds to compute a node's share, without redundancy.
+        communicate_s: seconds of plain data parallelism's exchange.
+        all_reduce_s: seconds of an all-reduce of the gradients.
         multicast: whether a packet that several nodes need is sent once.
-        bits: of a number inside groups.
+        bits: bits of a number inside groups.
 
     Example:
-        A slow link with multicast: four nodes that compute everything twice, in pairs.
+        On a slow link with multicast, four nodes should compute everything twice, in pairs.
 
         >>> choice = predict(4, 64, compute_s=0.5, communicate_s=2.0, all_reduce_s=3.0, multicast=True)
         >>> choice.redundancy, choice.group
@@ -167,17 +167,18 @@ def choose_redundancy(
     """Measure computing and sending over a few steps, and predict which redundancy is fastest. Call it on all ranks.
 
     Args:
-        model: not wrapped; how many parameters it has counts.
-        compute: does forward and backward of one rank's share of a mini-batch, ``batch_size`` over the number of ranks.
+        model: the model, not wrapped; only its number of trained parameters, and their device, matter.
+        compute: does forward and backward of one rank's share of a mini-batch, which has ``batch_size`` samples divided
+            by the number of ranks.
         batch_size: samples of a mini-batch, over all ranks.
         transport: as for :class:`~narrowband.CodedDataParallel`; ``auto`` measures broadcast, and multicast if it
-            reaches all ranks, and takes what is faster.
-        bits: likewise.
-        process_group: likewise.
-        steps: how many are timed, after one that is not; the median of the slowest rank counts.
+            reaches all ranks, and chooses the faster one.
+        bits: as for :class:`~narrowband.CodedDataParallel`.
+        process_group: as for :class:`~narrowband.CodedDataParallel`.
+        steps: number of timed steps, after one that is not timed; the median of the slowest rank counts.
 
     Returns:
-        The same on all ranks.
+        The choice, the same on all ranks.
 
     Raises:
         ValueError: a batch smaller than the number of ranks, or no steps.
@@ -240,7 +241,7 @@ def choose_redundancy(
 
 
 def _best(choices: list[Choice]) -> Choice:
-    """The fastest; its verdict says by what, where there was a choice."""
+    """Return the fastest choice. If there were several transports, its verdict names them."""
     best, *others = sorted(choices, key=lambda c: c.seconds)
     sentence = f" This is by {best.transport}." if others else ""
     for other in others:
@@ -265,7 +266,7 @@ def _median(work: Callable[[], object], steps: int, device: torch.device) -> flo
 def _verdict(
     best: Candidate, simple: Candidate, candidates: list[Candidate], all_reduce_s: float, alone_s: float
 ) -> str:
-    """In words: what wins, by how much, and what would be better than any of it."""
+    """Say in words which candidate wins, by how much, and whether something else is faster than all candidates."""
     others = [c for c in candidates if c.redundancy > 1]
     if best.redundancy == 1:
         sentence = f"redundancy=1 wins: {_named(best)} takes {_ms(best)} a step"

@@ -1,16 +1,16 @@
-"""What travels in a step: packets that are sums of slices inside a group, then sums across groups (algorithms 3 and 4).
+"""Encode and decode the packets of a step: sums of slices inside a group, then sums across groups (algorithms 3 and 4).
 
-A node holds the gradient of each of its blocks as whole numbers of a fixed unit, flattened over the whole model. In
-every set S of r+1 nodes of a group, each node lacks exactly one of the r+1 blocks that r of them share: that of the
-others. A block is cut into r slices, one for each of its holders, ascending. Node k sends the sum of the r slices that
-are its own (equation 12). Whoever receives it knows all of them but one, subtracts these (equation 15), and so gets,
-from each of the r others, its slice of the block it lacked (equation 16): one packet of 1/r of a gradient serves r
-nodes.
+A node holds the gradient of each of its blocks as whole numbers of a fixed unit, flattened over the whole model. In a
+set S of r+1 nodes of a group, there is a block for every r of these nodes. Each node of S lacks exactly one of these
+r+1 blocks: the one that the r others share. A block is cut into r slices, one for each of its holders, ascending. Node
+k sends the sum of its r slices (equation 12). A receiver knows all of these slices but one, and subtracts them
+(equation 15). So it gets one slice of the block that it lacks from each of the r others (equation 16): one packet of
+1/r of a gradient serves r nodes.
 
-All arithmetic is that of whole numbers modulo 2**bits, so what is left after subtracting is the slice, to the bit. What
-is decoded is added to the total at once (equation 17): blocks that a node does not hold are never kept.
+All arithmetic is on whole numbers modulo 2**bits, so the subtraction gives the missing slice exactly. Decoded slices
+are added to the total at once (equation 17): blocks that a node does not hold are never kept.
 
-A model's vector is sent in *segments*, so that memory for packets does not grow with it.
+A model's vector is sent in *segments*, so that memory for packets does not grow with the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Across", "Around", "Inside", "Round", "Segment", "cut", "cut_whole"]
 
 #: Packets start at multiples of this many bytes.
 ALIGN = 4
-#: What a node sends at a time, in bytes, at most; others' packets take as much from each of them.
+#: The most bytes that a node sends at a time. The packets of each other node take as much memory.
 SEGMENT_NBYTES = 16 << 20
 
 
@@ -45,9 +45,9 @@ class Segment:
     """A part of the vector that is exchanged at once.
 
     Attributes:
-        begin: its first element.
-        numel: how many it has; r slices.
-        slice: elements of a slice.
+        begin: index of its first element.
+        numel: number of elements; r slices.
+        slice: number of elements of a slice.
     """
 
     begin: int
@@ -56,10 +56,10 @@ class Segment:
 
 
 def cut(numel: int, assignment: Assignment, itemsize: int, nbytes: int = SEGMENT_NBYTES) -> list[Segment]:
-    """Segments of a vector of ``numel`` elements, of which a node's packets take at most ``nbytes`` each.
+    """Cut a vector of ``numel`` elements into segments for each of which a node sends at most ``nbytes``.
 
-    The last is longer than the vector by what makes its slices equally long and multiples of 4 bytes: the vector has to
-    be padded with zeros.
+    The last segment extends beyond the vector such that its slices are equally long, and multiples of 4 bytes: the
+    vector must be padded with zeros.
     """
     r = assignment.redundancy
     step = r * (ALIGN // itemsize)
@@ -71,39 +71,41 @@ def cut(numel: int, assignment: Assignment, itemsize: int, nbytes: int = SEGMENT
 
 
 def cut_whole(numel: int, nbytes: int = SEGMENT_NBYTES) -> list[Segment]:
-    """Segments of a padded vector of ``numel`` elements that are sent in int32, as they are."""
+    """Cut a padded vector of ``numel`` elements into segments that are sent uncoded, in int32."""
     whole = max(1, nbytes // 4)
     return [Segment(begin, size, size) for begin in range(0, numel, whole) for size in (min(whole, numel - begin),)]
 
 
 class Round(ABC):
-    """One exchange of a segment: what each node sends, which of it this node wants, and what it does with that."""
+    """One exchange of a segment: what each node sends, which part this node wants, and how it adds that to the sum."""
 
-    #: The nodes whose news (headers) this node wants.
+    #: The nodes whose headers this node wants.
     heard: tuple[int, ...]
-    #: Which of this node's blocks, by their place among them, are added up first; None: all.
+    #: Rows of this node's own blocks that are added to the total first; None: all.
     own: tuple[int, ...] | None = None
 
     @abstractmethod
     def nbytes(self, segment: Segment, sender: int) -> int:
-        """Bytes that a node sends."""
+        """Return the number of bytes that a node sends."""
 
     @abstractmethod
     def wanted(self, segment: Segment, sender: int) -> list[Range]:
-        """The half-open ranges of these that this node wants, ascending."""
+        """Return the half-open ranges of the sender's bytes that this node wants, ascending."""
 
     @abstractmethod
     def fill(self, segment: Segment, held: Tensor, total: Tensor, out: Tensor) -> None:
         """Write what this node sends into ``out`` (uint8).
 
         Args:
+            segment: the segment that is exchanged.
             held: the codes of this node's blocks, one after the other, flat.
-            total: int32; their sum, and of whatever arrived since.
+            total: int32; the sum of these codes, and of everything that has arrived since.
+            out: the buffer for this node's bytes.
         """
 
     @abstractmethod
     def take(self, segment: Segment, sender: int, received: Tensor, held: Tensor, total: Tensor) -> None:
-        """Add what a node sent to ``total``."""
+        """Decode the bytes that a node sent, and add them to ``total``."""
 
 
 class Inside(Round):
@@ -112,8 +114,8 @@ class Inside(Round):
     Args:
         assignment: blocks and nodes.
         rank: this node.
-        dtype: of codes and packets: int32, int16 or int8.
-        stride: elements of a padded vector.
+        dtype: dtype of codes and packets: int32, int16 or int8.
+        stride: number of elements of a padded vector.
     """
 
     def __init__(self, assignment: Assignment, rank: int, dtype: torch.dtype, stride: int) -> None:
@@ -121,7 +123,7 @@ class Inside(Round):
         self._rank, self._dtype, self._stride = rank, dtype, stride
         self._row = {assignment.holders[block]: row for row, block in enumerate(assignment.held(rank))}
         sets = list(combinations(members, assignment.redundancy + 1))
-        #: For each node the sets that it sends a packet in, in their order.
+        #: For each node, the sets of r+1 nodes for which it sends a packet, in the order of the packets.
         self._sets = {node: [nodes for nodes in sets if node in nodes] for node in members}
 
     def nbytes(self, segment: Segment, sender: int) -> int:
@@ -149,8 +151,8 @@ class Inside(Round):
                 kernels.fixed_decode(packet, held, subtracted, total[first : first + segment.slice])
 
     def _slices(self, segment: Segment, nodes: tuple[int, ...], sender: int, *, lacking: int | None) -> list[int]:
-        """Where the slices begin, among the codes of this node's blocks, that a packet of ``sender`` is the sum of: of
-        all blocks that the sender shares with these nodes, but for the one that ``lacking`` does not hold.
+        """Return where, in the codes of this node's blocks, the slices begin that ``sender`` adds up in a packet: one
+        slice of each block that the sender shares with these nodes, except the block that ``lacking`` does not hold.
         """
         starts = []
         for left_out in nodes:
@@ -168,7 +170,8 @@ class Inside(Round):
 
 
 class Across(Round):
-    """Sums of groups: node i of each group sends the i-th g-th of its group's sum, in int32, to all other groups.
+    """Sums across groups: node i of each group sends the i-th of g parts of its group's sum, in int32, to all other
+    groups.
 
     Args:
         assignment: blocks and nodes.
@@ -200,25 +203,25 @@ class Across(Round):
         return sender // self._group == self._rank // self._group
 
     def _share(self, segment: Segment, node: int) -> tuple[int, int]:
-        """The elements that this node of its group sends."""
+        """Return the first and last (exclusive) element of the part that a node sends."""
         at = node % self._group
         first, last = (segment.begin + segment.numel * k // self._group for k in (at, at + 1))
         return first, last
 
 
 class Around(Round):
-    """Without coding, where a node is lost: for each block the first of its other holders answers. Every node adds up
-    the blocks that it answers for, and sends the sum, in int32, to all others.
+    """Sums without coding, after a node is lost: the first remaining holder of each block is responsible for it. Every
+    node adds up the blocks that it is responsible for, and sends the sum, in int32, to all others.
 
     Args:
-        assignment: blocks and nodes; each block is held by two nodes at least.
+        assignment: blocks and nodes; each block is held by at least two nodes.
         rank: this node.
         lost: the node that the others go on without.
     """
 
     def __init__(self, assignment: Assignment, rank: int, lost: int) -> None:
         self.heard = tuple(node for node in range(assignment.nodes) if node != lost)
-        #: The node that answers for each block.
+        #: The node that is responsible for each block.
         self.answering = tuple(next(k for k in nodes if k != lost) for nodes in assignment.holders)
         self.own = tuple(row for row, block in enumerate(assignment.held(rank)) if self.answering[block] == rank)
         self._rank = rank

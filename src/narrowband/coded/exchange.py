@@ -1,4 +1,4 @@
-"""One exchange of a step: contributions are rounded, packets filled, sent and taken apart, until the sum is there."""
+"""One exchange of a step: round contributions, fill packets, send and decode them, and add everything up."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = ["BlockExchange"]
 
 
 class BlockExchange:
-    """The contributions of one node's blocks, and how all nodes add theirs up.
+    """Collects the contributions of one node's blocks, and adds them up with those of all nodes.
 
     Args:
         assignment: blocks and nodes.
         rank: this node.
-        numels: of the parameters, in their order.
-        transport: to the other nodes.
-        unit: of contributions.
-        device: where gradients are.
-        segment_nbytes: what a node sends at a time, at most.
+        numels: numbers of elements of the parameters, in their order.
+        transport: transport to the other nodes.
+        unit: the unit of contributions.
+        device: device of the gradients.
+        segment_nbytes: the most bytes that a node sends at a time.
 
     Attributes:
-        assignment, rank, transport, device: as given.
-        numel: of all parameters together.
-        stats: of the step at work.
+        assignment, rank, transport, device: the arguments.
+        numel: number of elements of all parameters together.
+        stats: statistics of the current step.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class BlockExchange:
 
     @property
     def bits(self) -> int:
-        """Of a number on the wire."""
+        """Bits of a number on the wire."""
         return 8 * self._codes.element_size()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of packets and headers that this node hands to the transport."""
+        """Bytes of packets and headers that this node hands to the transport in one exchange."""
         packets = sum(this.nbytes(segment, self.rank) for this in self._rounds for segment in self._segments)
         return packets + header_nbytes(self.assignment.blocks_per_node) + header_nbytes(0) * (len(self._rounds) - 1)
 
@@ -104,35 +104,36 @@ class BlockExchange:
         self._empty[row] = False
 
     def clear(self) -> None:
-        """Contributions begin anew."""
+        """Reset the contributions to zero."""
         self._empty = [True] * len(self._empty)
 
     # ---- with whom ---------------------------------------------------------------------------------------------------
 
     @property
     def goes_around(self) -> bool:
-        """Whether a node is lost, and the others add up without it, and without coding."""
+        """Whether a node is lost, so that the others add up without it and without coding."""
         return isinstance(self._rounds[0], Around)
 
     def go_around(self, lost: int) -> tuple[int, ...]:
-        """Add up without a node from now on, and without coding; the nodes that are there."""
+        """Add up without a lost node, and without coding, from now on. Return the remaining nodes."""
         around = Around(self.assignment, self.rank, lost)
         self._rounds, self._segments = [around], cut_whole(self._sum.numel(), **self._sizes)
         self._pool.clear()
         return around.heard
 
     def take_all(self) -> None:
-        """Add up with all nodes, coded."""
+        """Add up with all nodes, with coding, from now on."""
         self._rounds, self._segments = self._coded
         self._pool.clear()
 
     # ---- one exchange ------------------------------------------------------------------------------------------------
 
     def run(self, step: int, samples: int) -> float:
-        """Round, send, receive and add up; the largest contribution of all. Without a sum, if the unit does not fit it.
+        """Round, send, receive and add up. Return the largest contribution of all nodes. If the unit does not fit it,
+        the exchange stops early, and the sum is incomplete.
 
         Raises:
-            RuntimeError: on all nodes, when they are not in the same step, or computed other bits for the same block.
+            RuntimeError: on all nodes, if they are not in the same step, or computed different bits for the same block.
             RanksLostError: a node did not answer.
         """
         self.stats.exchanges += 1
@@ -158,11 +159,11 @@ class BlockExchange:
         return own_header.magnitude
 
     def average_into(self, out: Tensor) -> None:
-        """The sum, in float32."""
+        """Write the sum into ``out``, in float32."""
         kernels.fixed_dequantize(self._sum[: out.numel()], out, self._unit.unit)
 
     def _quantize(self, step: int, samples: int) -> Header:
-        """Codes of this node's blocks, and what it has to say about them."""
+        """Round the contributions of this node's blocks to codes. Return the header about them."""
         stride = self._contributions.shape[1]
         found = [
             kernels.fixed_quantize(contribution, codes, self._unit.unit, self._unit.limit)
@@ -172,7 +173,9 @@ class BlockExchange:
         return Header(step, samples, self._unit.exponent, NONE, largest, tuple(checksum for _, checksum in found))
 
     def _pass(self, this: Round, segment: Segment, header: Header | None) -> dict[int, Header]:
-        """One round of a segment; the headers, if it has any, of the nodes that this one hears, itself included."""
+        """Run one round of a segment. Return the headers of the nodes that this one hears, itself included; none if
+        ``header`` is None.
+        """
         began = time.perf_counter()
         head = b"" if header is None else header.to_bytes()
         nodes = range(self.assignment.nodes)
@@ -212,7 +215,7 @@ class BlockExchange:
     # ---- numbers for one node ----------------------------------------------------------------------------------------
 
     def hand_over(self, numbers: Tensor, giver: int, taker: int) -> None:
-        """Send int32 numbers from one node to another, while all take part in the exchanges that this takes."""
+        """Send int32 numbers from one node to another. All nodes take part in the exchanges."""
         others = [node for node in range(self.assignment.nodes) if node != self.rank]
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         for part in cut_whole(numbers.numel(), **self._sizes):
@@ -228,7 +231,9 @@ class BlockExchange:
 
 
 def _behind(head: bytes, ranges: Sequence[Range], *, hears: bool) -> list[Range]:
-    """Ranges of a buffer that begins with a header, and the header's where it is heard; neighbours made one."""
+    """Shift ranges behind the header that a buffer begins with, and add the header's own range if it is wanted.
+    Adjacent ranges are merged.
+    """
     joined = [(0, len(head))] if head and hears else []
     for start, stop in ((start + len(head), stop + len(head)) for start, stop in ranges):
         if joined and joined[-1][1] == start:

@@ -1,21 +1,22 @@
-"""What each node says of itself in a step, and what follows from that: the same on all nodes.
+"""The header that each node sends in a step, and the conclusion from all headers, which is the same on all nodes.
 
-In front of the first segment's packets travels a header of 20 + 4·k bytes, little-endian. Where packets inside groups
-are followed by sums across groups, these have another, without checksums, for what a group has found::
+The first segment's packets are preceded by a header of 20 + 4·k bytes, little-endian. If sums across groups follow the
+packets inside groups, the sums have a second header, without checksums, with the conclusion of a group::
 
-    int32    step                 how many steps this node has averaged
-    int32    samples              of the mini-batch
+    int32    step                 number of steps that this node has averaged
+    int32    samples              samples of the mini-batch
     int32    exponent             the unit is 2**exponent
-    int32    trouble              0, −1: other steps, samples or units; block + 1: other bits for a block
+    int32    trouble              0: none; −1: steps, samples or units differ; block + 1: bits of this block differ
     float32  magnitude            the largest contribution
     uint32   checksum, k times    of the codes of the sender's blocks, ascending
 
-So all nodes learn in the same step, and decide alike:
+So all nodes know the same in the same step, and decide alike:
 
-* a contribution is inf or NaN: the average is NaN on all nodes, and a GradScaler skips the step on all of them;
-* one is out of reach: the unit grows on all nodes by powers of two, and the step is exchanged again, with nothing lost;
-* all are far below what the unit reaches: it shrinks on all nodes, and the step is exchanged again, likewise;
-* nodes that computed the same block have other bits, or another step or mini-batch: an error on all nodes.
+* A contribution is inf or NaN: the average is NaN on all nodes, and a GradScaler skips the step on all of them.
+* A contribution is out of reach: all nodes enlarge the unit by a power of two, and exchange the step again. Nothing is
+  lost.
+* All contributions are far below what the unit reaches: all nodes make it smaller, and exchange the step again.
+* Nodes computed different bits for the same block, or are in different steps or mini-batches: an error on all nodes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NONE, OUT_OF_STEP = 0, -1
 
 @dataclass(frozen=True)
 class Header:
-    """What a node says in a step, beside its packets (the format is at the top of this file)."""
+    """The header of a node's packets (the format is at the top of this file)."""
 
     step: int
     samples: int
@@ -62,17 +63,17 @@ _FIXED = struct.calcsize("<4if")
 
 
 def header_nbytes(checksums: int) -> int:
-    """Bytes of a header."""
+    """Return the bytes of a header with this number of checksums."""
     return _FIXED + 4 * checksums
 
 
 def conclusion(headers: Mapping[int, Header], rank: int, assignment: Assignment) -> Header:
-    """What follows from these headers: the same on all nodes that have them.
+    """Combine headers into one. The result is the same on all nodes that have these headers.
 
     Args:
         headers: node → its header, this node's included.
         rank: this node.
-        assignment: says which blocks a node's checksums are of.
+        assignment: maps a node's checksums to blocks.
     """
     trouble = next((header.trouble for header in headers.values() if header.trouble), NONE)
     if not trouble and len({(header.step, header.samples, header.exponent) for header in headers.values()}) > 1:
@@ -88,7 +89,7 @@ def conclusion(headers: Mapping[int, Header], rank: int, assignment: Assignment)
 
 
 def what_differs(trouble: int, headers: Mapping[int, Header], assignment: Assignment) -> str:
-    """The error for a header's trouble, in words."""
+    """Return the error message for a header's ``trouble``."""
     if trouble == OUT_OF_STEP:
         places = {node: (header.step, header.samples, header.exponent) for node, header in headers.items()}
         return (
@@ -108,6 +109,6 @@ def what_differs(trouble: int, headers: Mapping[int, Header], assignment: Assign
 
 
 def largest_of(magnitudes: Iterable[float]) -> float:
-    """The largest; NaN where one of them is not finite."""
+    """Return the largest value; NaN if any is not finite."""
     values = list(magnitudes)
     return max(values) if all(map(math.isfinite, values)) else math.nan

@@ -1,13 +1,13 @@
-"""A model whose gradients are averaged by coded data parallelism (algorithm 1 of CSSGD), used like DDP.
+"""Wrap a model such that coded data parallelism averages its gradients (algorithm 1 of CSSGD); used like DDP.
 
 Forward cuts the batch into this rank's blocks and runs the module on one block after the other, so that backward can
-ask for the gradient of each. The r ranks that compute a block have to find the same bits. So a block has the same shape
-on all of them, the loss is a mean over equally many rows everywhere, and random numbers come from block and step, not
-from the rank. Where a tensor begins in memory may change how it is rounded, and a block is at another place in each
-rank's batch: so a block gets copies of its rows. (Rows that only repeat a rank's last sample are not computed, and
-their outputs are copies without a gradient.)
+compute the gradient of each. The r ranks that compute a block must get the same bits. So a block has the same shape on
+all of them, the loss is a mean over equally many rows everywhere, and random numbers depend on block and step, not on
+the rank. Where a tensor begins in memory may change how it is rounded, and a block lies at different places in
+different ranks' batches; so each block gets copies of its rows. (Rows that only repeat a rank's last sample are not
+computed, and their outputs are copies without a gradient.)
 
-Backward of the outputs is where the step happens: it runs backward of each block, hands the gradients to
+Backward of the outputs does the exchange: it runs backward of each block, passes the gradients to
 :class:`~narrowband.coded.average.BlockAverage`, exchanges, and writes the average into ``.grad``.
 """
 
@@ -59,51 +59,53 @@ __all__ = ["CodedDataParallel"]
 
 
 class CodedDataParallel(nn.Module):
-    """Data parallelism in which every block of a mini-batch is computed on ``redundancy`` ranks, and packets that are
-    sums of slices move the gradients: exact, to the bit, and, with multicast, (n−r)/((n−1)·r) of the traffic of each
-    block's gradient going to each rank by itself (Li et al. 2021, CSSGD, DOI 10.19678/j.issn.1000-3428.0057340).
+    """Data parallelism in which every block of a mini-batch is computed on ``redundancy`` ranks, and gradients are sent
+    in packets that are sums of slices. Averages are exact, to the bit. With multicast, the traffic is (n−r)/((n−1)·r)
+    of what it takes to send each block's gradient to each rank separately (Li et al. 2021, CSSGD, DOI
+    10.19678/j.issn.1000-3428.0057340).
 
-    Make it on all ranks, from the same model; then train as with ``DistributedDataParallel``, from :meth:`sampler` or
-    :meth:`split`. After backward, ``.grad`` is the average over the mini-batch, the same bits on all ranks; zero where
-    a parameter was not used. A rank keeps the gradients of its C(g−1, r−1) blocks (:class:`Assignment`) until they are
-    sent, in 4 bytes per parameter and ``bits`` on top.
+    Create it on all ranks, from the same model. Then train as with ``DistributedDataParallel``, with batches from
+    :meth:`sampler` or :meth:`split`. After backward, ``.grad`` is the average over the mini-batch, the same bits on all
+    ranks; zero for a parameter that was not used. A rank keeps the gradients of its C(g−1, r−1) blocks
+    (:class:`Assignment`) until they are sent, each in 4 bytes per parameter, plus ``bits`` bits per parameter.
 
     Args:
-        module: the model. Its outputs have a row for each sample; the loss, a mean over rows, is outside of it. On CPUs
-            that may be cross entropy of classes or squared error. What computes exponentials or logarithms of single
-            elements, such as ``BCEWithLogitsLoss``, goes inside: a model that returns the loss of each sample, and
-            outside only ``.mean()``.
-        redundancy: on how many ranks each block is computed, r: 1 ≤ r < n.
+        module: the model. Its outputs have a row for each sample; the loss, a mean over rows, is computed outside of
+            it. On CPUs the loss may be cross entropy of classes or squared error. A loss with exponentials or
+            logarithms of single elements, such as ``BCEWithLogitsLoss``, must be computed inside: let the model return
+            the loss of each sample, and take only ``.mean()`` outside.
+        redundancy: number of ranks on which each block is computed, r: 1 ≤ r < n.
         transport: ``multicast``; ``broadcast``, through the process group; ``auto``, multicast if it reaches all ranks,
             else broadcast; or a :class:`~narrowband.transport.Transport`.
-        group: how many ranks share blocks, g: all by default. Groups of g = r compute the same and send least.
+        group: number of ranks that share blocks, g: all by default. The ranks of a group of g = r compute the same, and
+            send least.
         shares: how much of the work each rank does, in rank order and any unit, such as the samples that it computes in
             a second; by default all do the same. No share may exceed 1/r of the sum (of its group's, with groups).
             Ranks send the same number of bytes whatever their shares, and load the same number of rows.
-        bits: of a number on the wire: 32, or 16 or 8, which round more and sum as exactly.
+        bits: bits of a number on the wire: 32; or 16 or 8, which round more but sum as exactly.
         span: the largest magnitude of averages, 10 by default with 32 bits. If a gradient exceeds it, all ranks widen
-            it in the same step, until gradients are small again. ``auto``, the default with fewer bits: as much as the
-            last step needed.
+            the span in the same step, until gradients are small again. ``auto``, the default with fewer bits: as much
+            as the last step needed.
         process_group: the ranks; by default all.
-        seed: of random numbers in the model (dropout).
-        max_failures: how many ranks may be lost while the others go on, 0 or 1. One takes ``redundancy`` 2 or more, and
-            multicast: when a rank dies or falls silent, the others exchange the step without it, and compute what it
-            would have, since all its blocks are on other ranks, too. They get the same bits as if nothing had happened.
-        silence_timeout: with ``max_failures``, after so many seconds without a sign of life a rank that is waited for
-            is lost. A rank that computes gives signs of life; that one is waited for as long as the process group
-            would.
-        rejoin_steps: with ``max_failures``, for so many steps a lost rank whose process lives may return: it is given
-            the averages that it missed and applies one after the other in its own training loop, with the same bits as
-            all. One of the others keeps them meanwhile, in 4 bytes per parameter and step of its host's memory. 0:
-            never.
+        seed: seed of random numbers in the model (dropout).
+        max_failures: how many ranks may be lost while the others go on, 0 or 1. 1 requires ``redundancy`` of at least
+            2, and multicast. If a rank dies or falls silent, the others exchange the step without it, and take its
+            blocks from the other ranks that compute them. They get the same bits as if nothing had happened.
+        silence_timeout: with ``max_failures``, the seconds without a sign of life after which a rank that the others
+            wait for is lost. A rank that computes gives signs of life; the others wait for it as long as the process
+            group would.
+        rejoin_steps: with ``max_failures``, the number of steps within which a lost rank whose process is alive may
+            return. It gets the averages that it missed, and applies them one after the other in its own training loop,
+            with the same bits as all ranks. One of the others keeps these averages meanwhile, in its host's memory, in
+            4 bytes per parameter and step. 0: lost ranks never return.
 
     Raises:
         ValueError: numbers that do not fit together, or ranks that differ in model or arguments.
-        UnsupportedError: no process group, or a model that cannot be trained this way (BatchNorm, sparse or complex
-            gradients, several devices), or a transport that cannot go on without a rank, but should.
+        UnsupportedError: no process group; a model that cannot be trained this way (BatchNorm, sparse or complex
+            gradients, several devices); or a transport that cannot go on without a rank as ``max_failures`` wants.
 
-    Backward raises :class:`~narrowband.transport.RanksLostError` on all ranks where more are lost than ``max_failures``
-    says, and on a rank that the others have gone on without, once it cannot return.
+    Backward raises :class:`~narrowband.transport.RanksLostError` on all ranks if more are lost than ``max_failures``,
+    and on a rank that the others have gone on without, once it cannot return.
 
     Example:
         >>> model = nb.CodedDataParallel(net, redundancy=2)
@@ -164,11 +166,11 @@ class CodedDataParallel(nn.Module):
         self._anchor = torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
         self._seed = seed
         self._syncs = True
-        self._forwards = 0  # since the last step
+        self._forwards = 0  # forward passes since the last step
         self._samples = 0  # of all mini-batches that the gradients of this step come from
         self._lengths: dict[int, int] = {}  # rows of this rank's batches → samples of their mini-batches
 
-        # A group of our own: nothing of the user's may slip between our messages.
+        # A group of our own, so that the user's collectives do not interleave with our messages.
         timeout = _timeout_of(users, device)
         own = new_group(ranks, cast("dist.ProcessGroup", users), timeout)
         self._rank = dist.get_rank(own)
@@ -195,14 +197,14 @@ class CodedDataParallel(nn.Module):
     def sampler(
         self, dataset: Sized, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> CodedSampler:
-        """The ``batch_sampler`` of this rank's DataLoader: of each mini-batch the rows of this rank's blocks.
+        """Return the ``batch_sampler`` of this rank's DataLoader, which yields the rows of this rank's blocks.
 
         Args:
-            dataset: the same on all ranks.
-            batch_size: samples of a mini-batch, over all ranks; any number from the number of blocks on.
+            dataset: the dataset, the same on all ranks.
+            batch_size: samples of a mini-batch, over all ranks; at least the number of blocks.
             shuffle: draw a new order for each epoch (:meth:`CodedSampler.set_epoch`).
-            seed: of the order.
-            drop_last: leave out the last mini-batch where it is smaller.
+            seed: seed of the order.
+            drop_last: leave out the last mini-batch if it is smaller.
 
         Raises:
             ValueError: a mini-batch with fewer samples than there are blocks.
@@ -219,10 +221,11 @@ class CodedDataParallel(nn.Module):
         )
 
     def split(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """This rank's rows of a mini-batch that all ranks have. All ranks split the same ones, in the same order.
+        """Return this rank's rows of a mini-batch that all ranks have. All ranks split the same mini-batches, in the
+        same order.
 
         Args:
-            tensors: with a row for each sample, and equally many.
+            tensors: tensors with one row for each sample, all with the same number of rows.
 
         Raises:
             ValueError: tensors of different lengths, or fewer samples than there are blocks.
@@ -240,9 +243,9 @@ class CodedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """What is computed inside is not exchanged: gradients add up until a backward whose forward was outside.
+        """Accumulate gradients without exchanging them, until a backward whose forward was outside of this context.
 
-        They do so beside ``.grad``, where ``optimizer.zero_grad()`` does not find them. To do without them, call
+        They are not accumulated in ``.grad``, so ``optimizer.zero_grad()`` does not reset them. To drop them, call
         :meth:`zero_grad` of this module on all ranks. A backward that raises drops them, too.
         """
         before, self._syncs = self._syncs, False
@@ -252,22 +255,22 @@ class CodedDataParallel(nn.Module):
             self._syncs = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of every module; and what has added up in :meth:`no_sync` is dropped."""
+        """Reset gradients as every module does, and drop those accumulated in :meth:`no_sync`."""
         self._average.clear()
         self._samples = 0
         super().zero_grad(set_to_none)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The rank that the others, and so this one, go on without; empty as long as, and as soon as, all are there."""
+        """The lost rank that the others go on without; empty while all ranks take part."""
         return self.transport.lost
 
     def stats(self) -> Stats[CodedStepStats]:
-        """Bytes and seconds: in total, and of the last step."""
+        """Return bytes and seconds, in total and of the last step."""
         return Stats(replace(self._average.total), replace(self._average.last))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Part of :meth:`state_dict`: with it, a resumed run ends with the same bits. The same on all ranks."""
+        """Return the part of :meth:`state_dict` that makes a resumed run end with the same bits; equal on all ranks."""
         return {
             **self._average.state_dict(),
             "assignment": str(self.assignment),
@@ -275,10 +278,11 @@ class CodedDataParallel(nn.Module):
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Part of :meth:`load_state_dict`. Where the number of ranks or bits has changed, the span begins anew.
+        """Load the part that :meth:`get_extra_state` returned; :meth:`load_state_dict` calls this. If the assignment or
+        the number of bits has changed, the unit is not restored.
 
         Raises:
-            ValueError: it is no such part. Nothing has changed then.
+            ValueError: ``state`` is no such part. Nothing has changed then.
         """
         check_extra_state(state)
         same = state["assignment"] == str(self.assignment)
@@ -289,18 +293,19 @@ class CodedDataParallel(nn.Module):
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs, for all rows of this rank. Without gradients (``torch.no_grad()``) the module is called
-        as it is, with any batch. Of rows that neither :meth:`split` nor :meth:`sampler` chose, each counts as a sample.
+        """Return the module's outputs for all rows of this rank. Without gradients (``torch.no_grad()``) the module is
+        called directly, with any batch. If neither :meth:`split` nor :meth:`sampler` chose the rows, each row counts as
+        a sample.
 
         Raises:
-            ValueError: rows that are not this rank's blocks.
+            ValueError: the rows are not this rank's blocks.
             UnsupportedError: outputs without a row for each sample, or parameters that were frozen or thawed after the
                 model was wrapped.
         """
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         for name, norm in self._norms.items():
-            if norm.training:  # frozen before, and woken by model.train()
+            if norm.training:  # was in eval mode at set-up, but model.train() has changed that
                 raise UnsupportedError(no_batch_norm(name, norm))
         changed = [name for name, p, was_trained in self._as_set_up if p.requires_grad != was_trained]
         if changed:
@@ -327,7 +332,7 @@ class CodedDataParallel(nn.Module):
         return run.outputs(self._anchor)
 
     def _samples_of(self, rows: int) -> int:
-        """Samples of the mini-batch of which this rank has so many rows."""
+        """Return the number of samples of the mini-batch of which this rank has ``rows`` rows."""
         if rows in self._lengths:
             return self._lengths[rows]
         blocks = self.assignment.blocks_per_node
@@ -341,7 +346,9 @@ class CodedDataParallel(nn.Module):
 
     @contextmanager
     def _randomness_of(self, block: int) -> Iterator[None]:
-        """Random numbers that are the same wherever this block is computed, and leave the user's own as they were."""
+        """Seed random numbers such that they are the same on all ranks that compute this block. The user's generators
+        are restored afterwards.
+        """
         device = self._anchor.device
         what = f"{self._seed} {self._average.step} {self._forwards} {block}"
         seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
@@ -352,7 +359,7 @@ class CodedDataParallel(nn.Module):
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def _finish(self, samples: int, *, syncs: bool) -> None:
-        """A backward is complete: exchange, unless gradients are to add up further."""
+        """Called when a backward is complete: exchange, unless gradients are accumulated further."""
         self._samples += samples
         if not syncs:
             return
@@ -368,13 +375,13 @@ class CodedDataParallel(nn.Module):
                 p.grad += part
 
     def _drop(self) -> None:
-        """A backward has raised: the next step begins without what was computed for this one."""
+        """Called when a backward has raised: drop all that was computed for this step."""
         self._average.clear()
         self._samples = self._forwards = 0
 
 
 def _warm_up(bits: int, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Have every loop compiled or loaded now, on one rank first, so that the others find what it compiled."""
+    """Compile or load every kernel now, on rank 0 first, so that the other ranks find what it compiled."""
     rank = dist.get_rank(group)
     for turn in (True, False):
         if turn == (rank == 0):
@@ -394,7 +401,7 @@ def _use_once(bits: int, device: torch.device) -> None:
 
 
 def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """Our group waits as long as the user's does."""
+    """Return the time-out of the user's group, for our own group to use; None if it is not known."""
     try:
         options = cast("dist.ProcessGroup", group)._get_backend(device).options
     except (RuntimeError, AttributeError):  # a backend without options

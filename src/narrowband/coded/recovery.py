@@ -1,23 +1,23 @@
-"""When a node is lost, and when it returns: nobody loses a step, and all nodes get the same bits.
+"""Handle the loss and the return of a node: no node loses a step, and all nodes get the same bits.
 
-Where a transport goes on without a lost node, so does the average. Each step then ends with a *meeting*: one more
-exchange, of a number from each node, the steps whose sum it has. Nobody leaves a step before all have met. When a node
-is lost, each of the others finds out in one exchange or another, and all meet again, among themselves, in the first
-exchange without it. What they have differs by one at most: who had left step s had met there with all, and so all have
-its sum. Then
+If the transport can go on without a lost node, so can the average. Each step then ends with a *meeting*: one more
+exchange, in which each node sends the number of steps whose sum it has. No node leaves a step before all have met. When
+a node is lost, each of the others notices in some exchange, and all meet again, among themselves, in the first exchange
+without it. Their numbers differ by one at most: a node that has left step s has met all others there, so all have the
+sum of s. There are two cases:
 
-* some lack the sum of step s, and nobody has left it: all exchange it again, from the gradients that all still have;
-* all have the sum of s: those that have yet to leave it do, those that have left it exchange s + 1 again.
+* Some lack the sum of step s, and no node has left it: all exchange it again, from gradients that all still have.
+* All have the sum of s: those that have yet to leave s do so, and those that have left it exchange s + 1 again.
 
-Either way the exchange after the meeting is the first of one step, s or s + 1, on all nodes, and so are all others.
-They add up the same whole numbers in another way (:class:`~narrowband.coded.coding.Around`), to the same bits, and
-check the same headers. A second loss is an error on all nodes.
+Either way the exchange after the meeting is the first of one step, s or s + 1, on all nodes, and so later exchanges
+match, too. They add up the same whole numbers in another way (:class:`~narrowband.coded.coding.Around`), to the same
+bits, and check the same headers. A second loss is an error on all nodes.
 
-A node that was lost, but lives, may return. From the loss on the first of the others keeps the averages, up to a number
-of them; a step goes on ending with a meeting, in which that node says, too, whether the lost one is heard asking. If
-so, all meet once more, with it; the number that it brings is the first step whose average it lacks, and these averages
-follow. It takes them for its own in that many steps, without a gradient and without an exchange, while the others wait
-for it in the first step of all.
+A lost node that is alive may return. From the loss on, the first of the other nodes keeps the averages, up to a maximum
+number. Steps still end with a meeting, in which that first node also says whether the lost node is asking to return. If
+so, all nodes meet once more, the lost one included. The number that it sends is the first step whose average it lacks;
+these averages are then sent to it. It uses them as its own in as many steps, without a gradient and without an
+exchange, while the others wait for it in the first step that all take together.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = ["Given", "Recovery"]
 
 log = logging.getLogger(__name__)
 
-#: What a node sends to a meeting: one int64.
+#: Bytes that a node sends in a meeting: one int64.
 _MEETING_NBYTES = 8
 
 
 @dataclass(frozen=True)
 class _Meeting:
-    """What all nodes said: of how many steps they have the sum; and whether the one that is lost asks to be let in."""
+    """The result of a meeting: node → number of steps whose sum it has, and whether the lost node asks to return."""
 
     steps: dict[int, int]
     asks: bool
@@ -62,14 +62,14 @@ class Given:
 
 
 class Recovery:
-    """What a node does about losses, its own included.
+    """A node's part in handling losses, its own included.
 
     Args:
-        exchange: the contributions, and with whom they are added up.
-        rejoin_steps: how many steps' averages are kept for a node that is lost, where the transport lets it back in.
+        exchange: the exchange of contributions, which is told which nodes take part.
+        rejoin_steps: number of steps whose averages are kept for a lost node, if the transport lets it back in.
 
     Attributes:
-        given: to this node, for the steps that it missed.
+        given: averages that this node was given, for the steps that it missed while it was lost.
     """
 
     def __init__(self, exchange: BlockExchange, rejoin_steps: int) -> None:
@@ -81,32 +81,32 @@ class Recovery:
 
     @property
     def meets(self) -> bool:
-        """Whether steps end with a meeting: a loss would be survived, or what was lost may return."""
+        """Whether steps end with a meeting: if a loss can be survived, or a lost node may return."""
         survives = len(self._transport.lost) < min(self._transport.max_failures, self._assignment.redundancy - 1)
         return survives or self._rejoin_steps > 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this node sends for it in a step."""
+        """Bytes that this node sends for meetings in a step."""
         return _MEETING_NBYTES * self.meets
 
     # ---- meetings ----------------------------------------------------------------------------------------------------
 
     def lost_node_asks(self, step: int) -> bool:
-        """Meet at the end of a step, where steps end with a meeting; whether the lost node asks to be let back in."""
+        """Hold the meeting at the end of a step, if there is one. Return whether the lost node asks to return."""
         return self.meets and self._meet(step + 1).asks
 
     def somebody_lacks_the_sum(self, step: int, *, has_sum: bool) -> bool:
-        """Whether a step has to be exchanged again, after a loss."""
+        """Meet after a loss. Return whether the step must be exchanged again."""
         try:
             return min(self._meet(step + has_sum).steps.values()) <= step
         except RanksLostError:
-            if has_sum:  # exact, whatever has become of the others; if they have not just finished, the next step fails
+            if has_sum:  # the sum is exact in any case; unless the others have just finished, the next step fails
                 return False
             raise
 
     def _meet(self, steps: int) -> _Meeting:
-        """Wait for all nodes that are there, and say of how many steps this one has the sum."""
+        """Hold a meeting: wait for all nodes that are there. ``steps`` is the number of sums that this node has."""
         began = time.perf_counter()
         asks = self._kept is not None and self._transport.returning
         mine = torch.tensor([2 * steps + asks], dtype=torch.int64, device=self._transport.device)
@@ -124,10 +124,10 @@ class Recovery:
     # ---- another node is lost ----------------------------------------------------------------------------------------
 
     def go_on_without(self, error: RanksLostError, step: int) -> None:
-        """Add up without coding from now on, where the transport goes on without the node that is lost.
+        """Add up without the lost node, and without coding, from now on, if the transport goes on without it.
 
         Raises:
-            RanksLostError: the one given, where the others cannot go on.
+            RanksLostError: ``error``, if the others cannot go on.
         """
         exchange, transport = self._exchange, self._transport
         if transport.lost != error.ranks or self._assignment.redundancy < 2 or exchange.goes_around:
@@ -147,24 +147,24 @@ class Recovery:
             )  # fmt: skip
 
     def keep(self, given: Given) -> None:
-        """A step is over: keep its average, if that is this node's task, for the one that is lost."""
+        """Keep a step's average for the lost node, if that is this node's task."""
         if self._kept is not None:
             self._kept.append(replace(given, average=given.average.to("cpu", copy=True)))
 
     @property
     def is_full(self) -> bool:
-        """Whether the lost node has been away for too long."""
+        """Whether the lost node has been away for more steps than may be kept."""
         return self._kept is not None and len(self._kept) > self._rejoin_steps
 
     def drop(self, step: int) -> None:
-        """The lost node cannot return any more."""
+        """Give the lost node up: it cannot return any more."""
         self._kept = None
         self._transport.drop()
         (lost,) = self._transport.lost
         log.warning("step %d: rank %d was away for %d steps and cannot return", step, lost, self._rejoin_steps)
 
     def let_in(self, step: int) -> None:
-        """All but the lost node: take it back, and give it the averages that it lacks."""
+        """Let the lost node back in, and give it the averages that it lacks. Called on all other nodes."""
         (lost,) = self._transport.lost
         self._transport.readmit()
         self._exchange.take_all()
@@ -184,12 +184,12 @@ class Recovery:
             if error.ranks != (lost,):
                 raise
             self.go_on_without(error, step)
-            self.somebody_lacks_the_sum(step, has_sum=True)  # of this step nobody; those in the next exchange it again
+            self.somebody_lacks_the_sum(step, has_sum=True)  # all have this step's sum; nodes in the next step redo it
 
     # ---- this node is lost -------------------------------------------------------------------------------------------
 
     def return_after(self, error: RanksLostError, step: int, *, has_sum: bool) -> None:
-        """Wait until the others let this node back in. It has :attr:`given` then."""
+        """Wait until the others let this node back in. Then :attr:`given` has the averages that it missed."""
         log.warning("step %d: the other ranks go on without this one (%s)", step, error)
         returned = False
         while not returned:
@@ -220,7 +220,7 @@ class Recovery:
             ) from error
 
     def _hand_over(self, taker: int, kept: Given | None) -> tuple[Tensor, int]:
-        """An average and its exponent, from the node that has kept it to the one that lacks it."""
+        """Send an average and its exponent from the node that has kept it to the node that lacks it."""
         giver = next(node for node in range(self._assignment.nodes) if node != taker)
         numel = self._exchange.numel
         numbers = torch.empty(numel + 1, dtype=torch.int32, device="cpu")

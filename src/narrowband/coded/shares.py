@@ -1,22 +1,23 @@
-"""Uneven shares: how many samples each block has, so that every node computes what it is capable of.
+"""Uneven shares: choose the number of samples of each block such that every node computes as much as it can.
 
-The paper cuts a mini-batch into blocks of equal size, and says that the samples of a node can be adjusted to what the
-node is capable of (section 2.1 of CSSGD; a₁ … a_p in section 2.4 are blocks of any size), but not how. Here it is done
-by the sizes of blocks alone: who holds a block, and what travels, stays as it is.
+The paper cuts a mini-batch into blocks of equal size. It says that the samples of a node can be adjusted to the node's
+capability (section 2.1 of CSSGD; a₁ … a_p in section 2.4 are blocks of any size), but not how. Here only the sizes of
+blocks are adjusted: which nodes hold a block, and what is sent, stay as they are.
 
 A group of g nodes with B samples computes r·B, of which node i computes ℓᵢ = r·B·wᵢ, where wᵢ is its share of the
 group's shares. Sizes a_S ≥ 0 of all C(g, r) blocks with Σ_{S∋i} a_S = ℓᵢ exist if and only if no node computes more
-than all samples: ℓᵢ ≤ B, or wᵢ ≤ 1/r. (Each sample is on r *different* nodes, so more is impossible.) They are found in
-two parts:
+than all samples: ℓᵢ ≤ B, or wᵢ ≤ 1/r. (Each sample is on r *different* nodes, so more is impossible.) The sizes are
+found in two parts:
 
-1. All blocks get equally many samples, as many as all can have; then those that can have more, again equally many; and
-   so on. So blocks are about as even as shares let them be, which fewer bits need: the largest block sets the unit.
-2. The few samples that are left are put where the ℓᵢ are not met yet. What they lack is laid end to end on a line, and
-   the line is cut into r pieces of equal length. A sample goes to the r nodes that lie at its place in each of the
-   pieces. No node lies there twice, since none is longer than a piece (McNaughton 1959, *Scheduling with deadlines and
-   loss functions*, DOI 10.1287/mnsc.6.1.1).
+1. All blocks get equally many samples, as many as all can have; then the blocks that can have more get more, again
+   equally many; and so on. So block sizes are about as even as shares allow. With few bits this matters: the largest
+   block sets the unit.
+2. The few remaining samples go to nodes whose ℓᵢ is not reached yet. The samples that nodes lack are laid end to end on
+   a line, and the line is cut into r pieces of equal length. The sample at some place goes to the r nodes that lie at
+   this place in each of the pieces. These are different nodes, since no node lacks more than the length of a piece
+   (McNaughton 1959, *Scheduling with deadlines and loss functions*, DOI 10.1287/mnsc.6.1.1).
 
-So every ℓᵢ is met to the sample. All arithmetic is that of whole numbers and fractions: nodes of different kinds find
+So every ℓᵢ is reached exactly. All arithmetic is on whole numbers and fractions, so machines of different kinds find
 the same sizes.
 """
 
@@ -32,13 +33,13 @@ __all__ = ["check_shares", "uneven_sizes"]
 
 
 def check_shares(shares: Sequence[float], nodes: int, group: int, redundancy: int) -> None:
-    """Raise ValueError for shares that nodes cannot have, and say what would do.
+    """Raise ValueError for impossible shares; the message says what is possible.
 
     Args:
-        shares: of each node.
-        nodes: how many there are, n.
-        group: how many share blocks, g.
-        redundancy: on how many of these each block is computed, r.
+        shares: the share of each node.
+        nodes: number of nodes, n.
+        group: number of nodes that share blocks, g.
+        redundancy: number of nodes on which each block is computed, r.
     """
     if len(shares) != nodes or not all(0 < share < math.inf for share in shares):
         raise ValueError(
@@ -60,13 +61,13 @@ def check_shares(shares: Sequence[float], nodes: int, group: int, redundancy: in
 
 
 def uneven_sizes(shares: Sequence[float], group: int, redundancy: int, samples: int) -> tuple[int, ...]:
-    """How many samples each block has, one at least; groups one after another, blocks in lexicographic order.
+    """Return how many samples each block has, at least one; group after group, blocks in lexicographic order.
 
     Args:
-        shares: of each node; :func:`check_shares` has accepted them.
-        group: how many nodes share blocks, g.
-        redundancy: on how many of these each block is computed, r.
-        samples: of the mini-batch; at least as many as there are blocks.
+        shares: the share of each node, accepted by :func:`check_shares`.
+        group: number of nodes that share blocks, g.
+        redundancy: number of nodes on which each block is computed, r.
+        samples: number of samples of the mini-batch; at least the number of blocks.
 
     Example:
         Blocks of nodes 0 and 1, 0 and 2, 1 and 2; the last node computes 4 samples, and the others 8 each.
@@ -86,7 +87,7 @@ def uneven_sizes(shares: Sequence[float], group: int, redundancy: int, samples: 
 
 
 def _sizes_of_group(work: Sequence[int], samples: int, redundancy: int) -> list[int]:
-    """Samples of each block of a group whose nodes compute so many each (see the top of this file)."""
+    """Return the samples of each block of a group whose nodes compute ``work`` samples (see the top of this file)."""
     nodes = range(len(work))
     blocks = list(combinations(nodes, redundancy))
     sizes = dict.fromkeys(blocks, 0)
@@ -110,8 +111,8 @@ def _sizes_of_group(work: Sequence[int], samples: int, redundancy: int) -> list[
 
 
 def _apportioned(total: int, shares: Sequence[Fraction], least: int, most: int) -> list[int]:
-    """Whole numbers in [least, most] with this sum, as near to proportional to ``shares`` as that allows."""
-    bound = dict[int, int]()  # which would be out of bounds, and at which of the two they are instead
+    """Return whole numbers in [least, most] with sum ``total``, as nearly proportional to ``shares`` as possible."""
+    bound = dict[int, int]()  # indices whose numbers would be out of bounds → the bound that they get instead
     while True:
         free = [at for at in range(len(shares)) if at not in bound]
         rate = (total - sum(bound.values())) / sum((shares[at] for at in free), Fraction()) if free else Fraction()
@@ -119,7 +120,7 @@ def _apportioned(total: int, shares: Sequence[Fraction], least: int, most: int) 
         excess = {at: rate * shares[at] - most for at in free if rate * shares[at] > most}
         if not lack and not excess:
             break
-        # Where more is lacking than is too much, the rate falls from here on, and what lacks now lacks then, too.
+        # If the lacks exceed the excesses, the rate falls from here on, so numbers that are too small now stay so.
         if sum(lack.values()) >= sum(excess.values()):
             bound.update(dict.fromkeys(lack, least))
         if sum(excess.values()) >= sum(lack.values()):

@@ -1,4 +1,4 @@
-"""What coded data parallelism sent, and the seconds that took."""
+"""Statistics of coded data parallelism: bytes sent, and seconds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ __all__ = ["CodedStepStats"]
 
 @dataclass
 class CodedStepStats(StepRecord):
-    """One step, or the sum of several.
+    """Statistics of one step, or of several steps together.
 
     Attributes:
-        raw_bytes: the model's gradient in float32, which a rank would send once without redundancy.
-        sent_bytes: handed to the transport: packets and headers, each once however many ranks need it.
-        steps: how many steps.
-        exchanges: how often gradients were exchanged: more often than there were steps where the unit did not fit
-            contributions, or a rank was lost.
-        encode_s: seconds in rounding gradients and adding slices up.
-        exchange_s: seconds in the transport, waiting for other ranks included.
-        decode_s: seconds in taking packets apart.
+        raw_bytes: bytes of the model's gradient in float32, which a rank would send once without redundancy.
+        sent_bytes: bytes handed to the transport: packets, headers, meetings and averages for a returning rank, each
+            counted once, however many ranks need them.
+        steps: number of steps.
+        exchanges: number of exchanges of gradients. It exceeds ``steps`` if the unit did not fit contributions, or a
+            rank was lost.
+        encode_s: seconds spent rounding gradients and adding up slices.
+        exchange_s: seconds spent in the transport, including the wait for other ranks.
+        decode_s: seconds spent decoding packets.
     """
 
     steps: int = 0
