@@ -1,4 +1,4 @@
-"""How buffers of bytes get from every rank to those that need them. Nothing here knows what the bytes mean.
+"""Move buffers of bytes from every rank to the ranks that need them. Nothing here interprets the bytes.
 
 ===================  ===============================================================================
 :mod:`.contract`     an exchange: what each rank contributes and which ranges it needs

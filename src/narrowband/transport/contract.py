@@ -1,12 +1,11 @@
-"""How coded packets get from every rank to those that need them: one interface, and the way that works everywhere.
+"""The interface of transports, which move coded packets from every rank to the ranks that need them.
 
-In an *exchange* every rank contributes one buffer of bytes. All sizes are known to all beforehand, and each rank names
-the ranges of each other rank's buffer that it needs: a coded packet is needed by the r other members of its group and
-by nobody else.
+In an *exchange* every rank contributes one buffer of bytes. All ranks know all sizes beforehand, and each rank names
+the ranges of each other rank's buffer that it needs: a coded packet is made for r other ranks, and only they need it.
 
-Where multicast reaches all ranks, a packet leaves its sender once, and that is what coding is for: ``multicast``
-(:mod:`narrowband.transport.multicast`). ``broadcast`` goes through the process group, whose links are from one rank to
-one other: it sends a packet to each rank that needs it, and to no other.
+If multicast reaches all ranks, ``multicast`` (:mod:`narrowband.transport.multicast`) sends a packet once, for all ranks
+that need it; this is what coding is for. ``broadcast`` uses the process group, which works everywhere. Its links are
+from one rank to one other, so it sends a packet to each rank that needs it, and to no other.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ __all__ = ["RanksLostError", "Transport", "check_exchange"]
 
 
 class RanksLostError(RuntimeError):
-    """Ranks that are waited for did not answer, or have closed. ``ranks`` are those at fault: this rank itself, where
-    the others have gone on without it.
+    """Ranks that an exchange waits for did not answer, or have closed the transport. ``ranks`` are the ranks at fault;
+    this rank itself, if the others have gone on without it.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
@@ -41,17 +40,17 @@ class RanksLostError(RuntimeError):
 
 
 class Transport(ABC):
-    """What moves buffers between ranks.
+    """Moves buffers between ranks.
 
     Attributes:
-        name: as users choose it.
-        multicast: whether a buffer leaves its rank once, however many ranks need it.
-        device: where outgoing and incoming buffers have to live.
-        max_failures: how many ranks may be lost: an exchange that fails for want of them says so
-            (:class:`RanksLostError`), once on each of the others, and later ones go on without them.
+        name: the name by which users choose the transport.
+        multicast: whether a buffer is sent once, however many ranks need it.
+        device: the device of outgoing and incoming buffers.
+        max_failures: how many ranks may be lost. An exchange that fails because of a lost rank raises
+            :class:`RanksLostError`, once on each of the other ranks, and later exchanges go on without the lost rank.
         lost: the ranks that are lost. Nothing may be wanted of them.
-        readmits: whether a rank that was lost, and lives, may take part again: the others let it back in where it asks
-            (:attr:`returning`, :meth:`readmit`), and it waits for that (:meth:`rejoin`).
+        readmits: whether a lost rank that is still alive may take part again. It asks and waits (:meth:`rejoin`); the
+            others see that it asks (:attr:`returning`), and let it back in (:meth:`readmit`).
     """
 
     name: ClassVar[str]
@@ -66,51 +65,53 @@ class Transport(ABC):
 
     @property
     def returning(self) -> bool:
-        """Whether the lost rank is heard again, and asks to be let back."""
+        """Whether the lost rank is heard again, and asks to be let back in."""
         return False
 
     def readmit(self) -> None:
-        """From the next exchange on the lost rank takes part again. All others call it between the same exchanges."""
+        """Let the lost rank take part again from the next exchange on. All other ranks call this between the same two
+        exchanges.
+        """
         raise UnsupportedError(f"the transport, {self.name}, lets no rank back in")
 
     def drop(self) -> None:
-        """The lost rank cannot return any more, and is told so where it asks."""
+        """Never let the lost rank back in; it is told so when it asks."""
         raise UnsupportedError(f"the transport, {self.name}, lets no rank back in")
 
     def rejoin(self) -> None:
-        """For a rank that the others go on without (an exchange has said so): ask to be let back, and wait for it. The
-        next exchange is then the first after :meth:`readmit` on the others.
+        """Ask to be let back in, and wait until the others do so. Called on a rank after an exchange has raised that
+        the others go on without it. Its next exchange is the first one after :meth:`readmit` on the others.
 
         Raises:
-            RanksLostError: they let this rank in no more, or none of them answers.
+            RanksLostError: the others do not let this rank back in, or none of them answers.
         """
         raise UnsupportedError(f"the transport, {self.name}, lets no rank back in")
 
     @abstractmethod
     def exchange(self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted) -> None:
-        """Send a buffer and receive what is wanted of the others'. All ranks call it in the same order; when it
-        returns, this rank has what it wanted, and ``outgoing`` may be changed.
+        """Send this rank's buffer, and receive the wanted ranges of the others' buffers. All ranks call this in the
+        same order. When it returns, the wanted ranges have arrived, and ``outgoing`` may be changed.
 
-        What is wanted follows from a plan that all ranks have: it changes on all of them in the same call, or on none.
+        ``wanted`` follows from a plan that all ranks share: it changes on all of them in the same call, or on none.
 
         Args:
             outgoing: uint8, contiguous; what this rank sends.
             incoming: for rank k a contiguous uint8 buffer, as large as what rank k sends; None for this rank.
-            wanted: for rank k the half-open ranges of its buffer, in bytes and ascending, that this rank needs. What
-                lies outside of them may be filled or not.
+            wanted: for rank k the half-open ranges of its buffer, in bytes and ascending, that this rank needs. Bytes
+                outside of the ranges may be written or not.
 
         Raises:
-            ValueError: buffers or ranges that cannot be meant.
-            RuntimeError: a rank did not answer in time; a :class:`RanksLostError`, where it is known which.
+            ValueError: malformed buffers or ranges.
+            RuntimeError: a rank did not answer in time; a :class:`RanksLostError` if it is known which one.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back sockets, threads and memory. A second call does nothing."""
+        """Release sockets, threads and memory. A second call does nothing."""
 
 
 def check_exchange(outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted, rank: int, size: int) -> None:
-    """Raise ValueError for arguments of :meth:`Transport.exchange` that cannot be meant."""
+    """Raise ValueError for malformed arguments of :meth:`Transport.exchange`."""
     if len(incoming) != size or len(wanted) != size:
         raise ValueError(
             f"an exchange among {size} ranks takes {size} incoming buffers and {size} lists of ranges, not "

@@ -1,4 +1,4 @@
-"""What the datagrams of the multicast transport look like: a header, a code that authenticates, and a payload.
+"""The format of the multicast transport's datagrams: a header, a message authentication code, and a payload.
 
 ::
 
@@ -7,17 +7,17 @@
           │ format │ kind │  sender  │  index  │  exchange  │ BLAKE2b, 16 byte │ payload …
           └────────┴──────┴──────────┴─────────┴────────────┴──────────────────┴───────────
 
-The code is keyed BLAKE2b (RFC 7693) of the first 16 bytes and the payload; the key is the session's, known to its ranks
-only. So a datagram that was changed, cut, made up, or recorded in another session is not one of this session, and
-:meth:`Framing.parse` returns None. One of this session that comes again, or late, is genuine: what (sender, exchange,
-index) is for is that whoever reads it may do so twice.
+The code is keyed BLAKE2b (RFC 7693) of the first 16 bytes and the payload. The key belongs to the session, and only its
+ranks know it. So :meth:`Framing.parse` returns None for a datagram that was changed, cut, forged, or recorded in
+another session. A datagram of this session that arrives again, or late, passes as genuine. Receivers therefore must
+handle datagrams idempotently, which (sender, exchange, index) makes possible.
 
 ==========  =============================================  ============================================================
 kind        index                                          payload
 ==========  =============================================  ============================================================
 ``HELLO``   round of the probe                             a byte per rank, 1 if its hello came; zeros up to full size
 ``DATA``    chunk of the sender's buffer                   the chunk; all but the last have the session's chunk size
-``STATUS``  serial number; an older one is no news         how far the sender has got with each rank's buffer (`Status`)
+``STATUS``  serial number; older ones are ignored          how far the sender has got with each rank's buffer (`Status`)
 ``POLL``    how many chunks have been sent                 none; asks for a status
 ``BYE``     0                                              ranks at fault, 2 bytes each; none for an ordinary goodbye
 ``LOST``    1 if it may not return any more, else 0        the rank that the others go on without, 2 bytes
@@ -50,12 +50,12 @@ __all__ = [
     "ranks_of",
 ]
 
-_FORMAT = 1  # of this file; another number, another layout
+_FORMAT = 1  # version of the layout above
 _FIELDS = struct.Struct("!BBHIQ")
 _CODE_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _CODE_BYTES
 KEY_BYTES = 32
-MAX_RANKS = 256  # a status has 4 bytes for each and has to fit into one Ethernet frame with room for what is missing
+MAX_RANKS = 256  # a status has 4 bytes per rank, and must fit into one Ethernet frame with room for missing runs
 
 _PROGRESS = struct.Struct("!I")
 _MISSING = struct.Struct("!HHI")
@@ -65,7 +65,7 @@ MAX_CHUNKS = _COMPLETE - 1
 
 
 class Kind(enum.IntEnum):
-    """What a datagram is for."""
+    """The kind of a datagram; see the table above."""
 
     HELLO = 1
     DATA = 2
@@ -95,8 +95,8 @@ class Framing:
 
     Args:
         key: secret of the session, 32 bytes.
-        rank: who sends what :meth:`header` is for.
-        world_size: how many ranks there are; a sender beyond is nobody.
+        rank: this rank, the sender of its datagrams.
+        world_size: number of ranks; datagrams of senders beyond it are rejected.
 
     >>> framing, other = Framing(bytes(32), 0, 2), Framing(bytes(32), 1, 2)
     >>> datagram = bytes(framing.header(Kind.DATA, 7, 0, b"chunk")) + b"chunk"
@@ -116,12 +116,12 @@ class Framing:
         self._keyed = hashlib.blake2b(key=key, digest_size=_CODE_BYTES)
 
     def header(self, kind: Kind, index: int, exchange: int, payload: bytes | memoryview = b"") -> bytes:
-        """The 32 bytes that go before ``payload``."""
+        """Return the 32 bytes that precede ``payload``."""
         fields = _FIELDS.pack(_FORMAT, kind, self.rank, index, exchange)
         return fields + self._code(fields, payload)
 
     def parse(self, datagram: memoryview) -> Datagram | None:
-        """What another rank of this session sent; None for anything else, this rank's own datagrams included."""
+        """Parse a datagram of another rank of this session. Return None for anything else, this rank's own included."""
         if len(datagram) < HEADER_BYTES:
             return None
         form, number, sender, index, exchange = _FIELDS.unpack_from(datagram)
@@ -135,18 +135,18 @@ class Framing:
         return Datagram(kind, sender, index, exchange, payload)
 
     def is_own(self, datagram: memoryview) -> bool:
-        """Whether it claims to be from this rank: the loop on one host brings everyone's own datagrams back."""
+        """Return whether a datagram claims to be from this rank. Multicast loopback returns a rank's own datagrams."""
         return len(datagram) >= HEADER_BYTES and _RANK.unpack_from(datagram, 2)[0] == self.rank
 
     def _code(self, fields: bytes | memoryview, payload: bytes | memoryview) -> bytes:
-        code = self._keyed.copy()  # the key is hashed once
+        code = self._keyed.copy()  # saves hashing the key again
         code.update(fields)
         code.update(payload)
         return code.digest()
 
 
 class Missing(NamedTuple):
-    """``length`` chunks of ``rank``'s buffer from ``first`` on that did not arrive."""
+    """A run of ``length`` chunks of ``rank``'s buffer, from chunk ``first`` on, that did not arrive."""
 
     rank: int
     length: int
@@ -155,12 +155,12 @@ class Missing(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """How far a rank has got with everybody's buffer in one exchange; the payload of ``STATUS``.
+    """How much of each rank's buffer a rank has received in one exchange; the payload of ``STATUS``.
 
     Attributes:
-        progress: for each rank, how many chunks have gone past: one more than the highest index that arrived.
-        complete: for each rank, whether all has arrived that is needed.
-        missing: chunks that did not arrive though later ones did: please send them again.
+        progress: for each rank, one more than the highest chunk index that arrived.
+        complete: for each rank, whether all needed chunks have arrived.
+        missing: chunks that did not arrive though later ones did; a request to send them again.
     """
 
     progress: tuple[int, ...]
@@ -169,17 +169,19 @@ class Status:
 
     @staticmethod
     def capacity(world_size: int, nbytes: int) -> int:
-        """How many runs of missing chunks fit into a payload of ``nbytes``."""
+        """Return how many runs of missing chunks fit into a payload of ``nbytes``."""
         return (nbytes - world_size * _PROGRESS.size) // _MISSING.size
 
     def pack(self) -> bytes:
-        """4 bytes per rank, the highest bit for complete; then 8 per run of missing chunks: rank, length, first."""
+        """Encode as 4 bytes per rank, progress with ``complete`` in the highest bit; then 8 bytes per run of missing
+        chunks: rank, length, first.
+        """
         words = [progress | _COMPLETE * done for progress, done in zip(self.progress, self.complete, strict=True)]
         return struct.pack(f"!{len(words)}I", *words) + b"".join(_MISSING.pack(*run) for run in self.missing)
 
     @staticmethod
     def unpack(payload: memoryview, world_size: int) -> Status | None:
-        """The status in a payload; None if it is none."""
+        """Decode a payload; return None if it is malformed."""
         end = world_size * _PROGRESS.size
         if len(payload) < end or (len(payload) - end) % _MISSING.size:
             return None
@@ -191,12 +193,12 @@ class Status:
 
 
 def pack_ranks(ranks: tuple[int, ...]) -> bytes:
-    """Payload of ``BYE`` and ``LOST``: who is at fault."""
+    """Encode ranks as the payload of ``BYE`` or ``LOST``."""
     return b"".join(_RANK.pack(rank) for rank in ranks)
 
 
 def ranks_of(payload: memoryview, world_size: int) -> tuple[int, ...] | None:
-    """The ranks that a ``BYE`` or ``LOST`` names; None if it is neither."""
+    """Decode the ranks that a ``BYE`` or ``LOST`` names; return None if the payload is malformed."""
     if len(payload) % _RANK.size:
         return None
     ranks = tuple(rank for (rank,) in _RANK.iter_unpack(payload))

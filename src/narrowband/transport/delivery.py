@@ -1,7 +1,7 @@
-"""What a rank knows of one exchange: how far its own buffer has got, and how far it has got with the others'.
+"""The state of one exchange on one rank: which chunks of its own buffer the others have, and which of theirs it has.
 
-A buffer is cut into chunks; all but the last have the session's size. Its sender sends each once, in order, and again
-those that a receiver says are missing. Nothing here sends, waits or knows the time:
+A buffer is cut into chunks; all but the last have the session's chunk size. The sender sends each chunk once, in order,
+and sends those again that a receiver reports missing. Nothing here sends, waits or reads the clock:
 :mod:`narrowband.transport.multicast` does.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MismatchError", "Receiving", "Sending", "chunks_of"]
 
-_MAX_RUN = 65535  # what a run's 16 bits hold
+_MAX_RUN = 65535  # a run's length has 16 bits
 
 
 class MismatchError(RuntimeError):
@@ -26,10 +26,10 @@ class MismatchError(RuntimeError):
 
 
 def chunks_of(nbytes: int, chunk_bytes: int) -> int:
-    """How many chunks a buffer is cut into.
+    """Return the number of chunks that a buffer is cut into.
 
     Raises:
-        ValueError: more than can be numbered.
+        ValueError: more chunks than can be numbered.
     """
     count = -(-nbytes // chunk_bytes)
     if count > MAX_CHUNKS:
@@ -41,10 +41,10 @@ class Sending:
     """This rank's buffer in one exchange.
 
     Attributes:
-        number: of the exchange.
-        count: chunks of the buffer.
-        next: the first that was not sent yet.
-        floor: every receiver has got this far: what is sent and not below it may be on its way.
+        number: number of the exchange.
+        count: number of chunks of the buffer.
+        next: index of the first chunk that has not been sent yet.
+        floor: the progress of the slowest receiver. Chunks from ``floor`` to ``next`` may be in flight.
         repairs: chunks to be sent again, in the order in which they were asked for.
     """
 
@@ -72,21 +72,21 @@ class Sending:
 
     @property
     def complete(self) -> bool:
-        """Whether every receiver has what it needs."""
+        """Whether every receiver has all chunks that it needs."""
         return all(self._complete)
 
     @property
     def waiting(self) -> list[int]:
-        """Receivers that still need something."""
+        """Receivers that still need chunks."""
         return [peer for peer in self._receivers if not self._complete[peer]]
 
     @property
     def behind(self) -> list[int]:
-        """Receivers that have got no further than the floor."""
+        """Waiting receivers whose progress is the floor: those that hold the window back."""
         return [peer for peer in self.waiting if self._progress[peer] == self.floor]
 
     def chunk(self, index: int) -> memoryview:
-        """The bytes of a chunk."""
+        """Return the bytes of a chunk."""
         start = index * self._chunk_bytes
         return self._buffer[start : start + self._chunk_bytes]
 
@@ -98,7 +98,9 @@ class Sending:
             self.next += 1
 
     def heard(self, peer: int, progress: int, complete: bool, now: float) -> tuple[int, float | None]:
-        """A receiver says how far it has got. How many chunks further that is, and how long ago the last was sent."""
+        """Note the progress that a receiver reports. Return by how many chunks it has advanced, and how many seconds
+        ago the last of them was first sent (None if it has not advanced).
+        """
         progress = self.count if complete else min(progress, self.next)
         advanced = progress - self._progress[peer]
         self._complete[peer] |= complete
@@ -110,10 +112,11 @@ class Sending:
         return advanced, now - float(self._first_sent[last]) if last >= 0 else None
 
     def ask(self, run: Missing, now: float, holdoff_s: float) -> int:
-        """Queue what a receiver misses, but for what was sent within the last ``holdoff_s`` and may be on its way.
+        """Queue a run of chunks that a receiver misses, except those sent within the last ``holdoff_s`` seconds, which
+        may still be in flight.
 
         Returns:
-            how many chunks that adds.
+            The number of chunks that were queued.
         """
         first, end = min(run.first, self.next), min(run.first + run.length, self.next)
         due = np.flatnonzero(self._last_sent[first:end] <= now - holdoff_s) + first
@@ -122,23 +125,24 @@ class Sending:
         return len(self.repairs) - before
 
     def keep(self) -> None:
-        """Copy what may still be asked for, so that the caller may change the buffer."""
+        """Copy the buffer, whose chunks may still be asked for, so that the caller may change the original."""
         self._buffer = np.array(np.frombuffer(self._buffer, dtype=np.uint8)).data
 
 
 class Receiving:
-    """The others' buffers in one exchange. What comes before the exchange has begun here is kept, within a limit.
+    """The other ranks' buffers in one exchange. Chunks that arrive before this rank has begun the exchange are kept, up
+    to a limit.
 
     Attributes:
-        number: of the exchange.
-        begun: whether this rank knows where things go.
-        progress: for each rank, one more than the highest chunk that came.
-        unreported: how many chunks came since the last status.
-        check_at: when to see which gaps have not closed by themselves; None if there are none.
-        repair_s: how long it takes until what was asked for comes, smoothed.
+        number: number of the exchange.
+        begun: whether this rank has begun the exchange, and so has buffers for the chunks.
+        progress: for each rank, one more than the highest chunk index that arrived.
+        unreported: number of chunks that arrived since the last status.
+        check_at: when to check which gaps have not closed by themselves; None if there are no gaps.
+        repair_s: seconds from asking for a chunk to its arrival, smoothed.
     """
 
-    #: So much later than its successors a chunk may come and is not missing.
+    #: A chunk that arrives up to this many seconds after its successors counts as reordered, not as missing.
     REORDER_S = 0.005
 
     def __init__(self, number: int, chunk_bytes: int, rank: int, world_size: int, early_limit: int) -> None:
@@ -152,19 +156,19 @@ class Receiving:
         self._ranks = [peer for peer in range(world_size) if peer != rank]
         self._room = early_limit
         self._early: list[dict[int, bytes]] = [{} for _ in range(world_size)]
-        self._sent = [0] * world_size  # what a poll said
+        self._sent = [0] * world_size  # chunks that each rank has sent, by its polls
         self._buffers = [memoryview(b"")] * world_size
-        self._got = [bytearray()] * world_size  # 1 for each chunk that came or is not wanted
+        self._got = [bytearray()] * world_size  # 1 for each chunk that has arrived or is not wanted
         self._left = [0] * world_size
         self._gaps = [0] * world_size
-        self._ripe = [0] * world_size  # chunks below that are missing were so at the last check, too
+        self._ripe = [0] * world_size  # progress at the last check: missing chunks below it were missing then, too
         self._asked: dict[int, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
 
     def begin(self, buffers: Sequence[memoryview], wanted: Sequence[Sequence[tuple[int, int]]], now: float) -> None:
-        """From now on chunks go to their places; those that came before do so at once.
+        """Begin the exchange: write chunks into ``buffers`` from now on, and those that arrived early at once.
 
         Raises:
-            MismatchError: one that came before does not fit.
+            MismatchError: a chunk that arrived early does not fit.
         """
         size = self._chunk_bytes
         for peer in self._ranks:
@@ -185,23 +189,24 @@ class Receiving:
 
     @property
     def complete(self) -> bool:
-        """Whether all has come that this rank wants."""
+        """Whether all wanted chunks have arrived."""
         return self.begun and not any(self._left)
 
     @property
     def waiting(self) -> list[int]:
-        """Ranks of whose buffers something is still to come."""
+        """Ranks from which wanted chunks are still to come."""
         return [peer for peer in self._ranks if self._left[peer]]
 
     def completes(self) -> list[bool]:
-        """For each rank, whether its buffer came as far as it is wanted."""
+        """Return for each rank whether all wanted chunks of its buffer have arrived."""
         return [self.begun and not left for left in self._left]
 
     def take(self, sender: int, index: int, payload: memoryview, now: float) -> bool:
-        """A chunk came. False if it brings nothing: it came before, or there is no room for what comes early.
+        """Take a chunk that arrived. Return False if it is of no use: it has arrived before, or there is no room for
+        early chunks.
 
         Raises:
-            MismatchError: the sender's buffer is not of the size that this rank knows.
+            MismatchError: the sender's buffer has another size than this rank expects.
         """
         if not self.begun:
             return self._take_early(sender, index, payload)
@@ -240,17 +245,17 @@ class Receiving:
         return True
 
     def polled(self, sender: int, sent: int, now: float) -> None:
-        """The sender says how many chunks it has sent: all of them have gone past, and what did not come is missing."""
+        """Note how many chunks the sender says it has sent. Those among them that have not arrived count as missing."""
         self._sent[sender] = max(self._sent[sender], sent)
         if self.begun and (sent := min(sent, len(self._got[sender]))) > self.progress[sender]:
             self._go_past(sender, sent, now)
 
     def has_all_sent(self, sender: int) -> bool:
-        """Whether all has come that the sender says it sent."""
+        """Return whether all chunks have arrived that the sender says it has sent."""
         return self.progress[sender] >= self._sent[sender] and not self._gaps[sender]
 
     def _go_past(self, sender: int, end: int, now: float) -> None:
-        """Chunks from the progress to ``end`` did not come in order."""
+        """Move the progress to ``end``. Wanted chunks that were passed over are gaps."""
         gaps = self._got[sender].count(0, self.progress[sender], end)
         self.progress[sender] = end
         if gaps:
@@ -263,7 +268,7 @@ class Receiving:
         self._ripe = list(self.progress)
 
     def missing(self, now: float, capacity: int) -> list[Missing]:
-        """What has to be asked for now, at most ``capacity`` runs; notes that it was."""
+        """Return the missing chunks to ask for now, at most ``capacity`` runs, and note that they were asked for."""
         runs: list[Missing] = []
         retry_s = min(max(2 * self.repair_s, 0.02), 1.0)
         for peer in self._ranks:

@@ -1,8 +1,8 @@
-"""The thread of a multicast transport: waits for what comes, or is due, and lets the protocol's parts act on it.
+"""The thread of a multicast transport: it waits for datagrams and timers, and lets the protocol's parts act on them.
 
-It begins with the transport and goes on when an exchange has returned, because others may still miss what this rank has
-sent. :mod:`.repair` moves buffers, :mod:`.membership` knows who is there; what they raise ends the exchange at work,
-and those to come only where the others cannot go on.
+The thread starts with the transport and continues after an exchange has returned, because others may still miss chunks
+that this rank has sent. :mod:`.repair` moves buffers; :mod:`.membership` tracks which ranks are there. An error from
+either ends the current exchange; it ends later exchanges, too, only if the others cannot go on.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ _CHECK_S = 0.25
 
 @dataclass
 class _Request:
-    """An exchange that the caller waits for; or, without buffers, that the others let this rank back in."""
+    """An exchange that the caller waits for; or, with ``rejoins`` and no buffers, a request to be let back in."""
 
     outgoing: memoryview
     incoming: list[memoryview]
     wanted: Wanted
-    readmits: bool = False  # it is the first with all ranks
+    readmits: bool = False  # whether it is the first exchange with all ranks after a loss
     rejoins: bool = False
     done: threading.Event = field(default_factory=threading.Event)
-    failure: RanksLostError | None = None  # of this exchange, and not of those to come
+    failure: RanksLostError | None = None  # fails this exchange, but not later ones
 
 
 class EventLoop:
-    """Runs the protocol. :meth:`exchange`, :meth:`rejoin` and :meth:`close` are the caller's; all else is the thread's.
+    """Runs the protocol. The caller's thread calls :meth:`exchange`, :meth:`rejoin` and :meth:`close`; everything else
+    runs in the loop's own thread.
 
     Args:
-        link: to the other ranks.
-        members: who is there.
+        link: link to the other ranks.
+        members: tracks which ranks are there.
         repair: the exchanges under way.
 
     Attributes:
-        readmits_next: whether the next exchange is the first with the lost rank.
-        error: why there can be no exchange any more.
+        readmits_next: whether the next exchange is the first one with the lost rank again.
+        error: why no exchange is possible any more; None while exchanges are possible.
     """
 
     def __init__(self, link: Link, members: Membership, repair: Repair) -> None:
@@ -64,9 +65,9 @@ class EventLoop:
         self.error: RuntimeError | None = None
         self._link, self._members, self._repair = link, members, repair
         self._rank, self._limits = link.session.rank, members.limits
-        self._request: _Request | None = None  # the exchange at work
+        self._request: _Request | None = None  # the current exchange
         self._began_at = 0.0
-        self._rejoining: _Request | None = None  # the caller waits to be let back in
+        self._rejoining: _Request | None = None  # the request to be let back in, if the caller waits for one
         self._ask_at = 0.0
         self._posted: _Request | None = None
         self._closing = False
@@ -80,7 +81,7 @@ class EventLoop:
     # ---- the caller's side -------------------------------------------------------------------------------------------
 
     def exchange(self, outgoing: memoryview, incoming: list[memoryview], wanted: Wanted) -> None:
-        """Do an exchange, and wait for it."""
+        """Run an exchange, and wait until it is complete."""
         request = _Request(outgoing, incoming, wanted, self.readmits_next)
         self.readmits_next = False
         self._post(request)
@@ -99,7 +100,7 @@ class EventLoop:
         try:
             while not request.done.wait(1.0) and self._thread.is_alive():
                 pass
-        except BaseException:  # KeyboardInterrupt: nothing may be written into the buffers any more
+        except BaseException:  # such as KeyboardInterrupt: the thread must not write into the buffers any more
             self._abandoned = True
             self.close()
             raise
@@ -109,7 +110,7 @@ class EventLoop:
             raise self.error
 
     def close(self) -> None:
-        """Wait until all ranks that are there have what this one sent them, and end."""
+        """Wait until all ranks that are there have received what this rank sent, then end the thread."""
         self._closing = True
         if self._thread.is_alive():
             self._call()
@@ -143,7 +144,7 @@ class EventLoop:
             self._give_up(failure, (self._rank,))
         finally:
             self._link.close()
-            with self._wake_lock:  # its number may be another file's from now on
+            with self._wake_lock:  # once closed, the descriptor's number may be reused for another file
                 os.close(wake)
                 self._wake = None
             for request in (self._request, self._posted, self._rejoining):
@@ -168,7 +169,7 @@ class EventLoop:
             ready = poller.poll(None if delay is None else delay * 1000)
             now = time.monotonic()
             if now - before > min(SILENCE_S, self._limits.silence_timeout / 2):
-                self._members.attentive_since = now  # who was stopped cannot say that others were silent
+                self._members.attentive_since = now  # this process was stopped: it cannot say that others were silent
             before = now
             if any(descriptor == wake for descriptor, _ in ready):
                 os.eventfd_read(wake)
@@ -188,7 +189,7 @@ class EventLoop:
                 return
 
     def _delay(self, now: float) -> float | None:
-        """Seconds until something is due; None if nothing is, until something comes."""
+        """Return the seconds until something is due; None if only a datagram or a request can cause work."""
         if self._link.more:
             return 0.0
         times = self._repair.due()
@@ -199,7 +200,7 @@ class EventLoop:
         if self._request is not None and (delay := self._link.bucket.delay(now)):
             times.append(now + delay)
         if self._link.blocked:
-            times.append(now + 0.001)  # a card that is out of memory does not say when it has some
+            times.append(now + 0.001)  # a card that is out of memory does not signal when it has some again
         return max(0.0, min(times) - now) if times else None
 
     def _receive(self, now: float) -> None:
@@ -253,7 +254,9 @@ class EventLoop:
         self._repair.begin(request.outgoing, request.incoming, request.wanted, now)
 
     def _conclude(self, now: float) -> None:
-        """Forget what is complete everywhere; return an exchange that is complete here; name who is lost."""
+        """Drop buffers that are complete everywhere. End the exchange if it is complete here. Raise if a rank is lost,
+        or others say so.
+        """
         self._repair.forget_complete()
         request, verdict = self._request, self._members.verdict
         if request is None:
@@ -268,7 +271,7 @@ class EventLoop:
         self._members.check(self._repair.awaited, self._repair.begun, self._began_at, now)
 
     def _may_leave(self, now: float) -> bool:
-        """Whether nobody that is there needs this rank any more."""
+        """Return whether no rank that is there needs this rank any more."""
         if self._abandoned or self._request is not None:
             return True
         if self._closing_at is None:
@@ -280,7 +283,7 @@ class EventLoop:
     # ---- errors ------------------------------------------------------------------------------------------------------
 
     def _give_up(self, error: RuntimeError, ranks: tuple[int, ...]) -> None:
-        """The exchange at work fails, and all later ones. Earlier ones may still be completed by others."""
+        """Fail the current exchange and all later ones. Other ranks may still complete earlier exchanges."""
         self.error = self.error or error
         self._closing = True
         with contextlib.suppress(OSError):
@@ -296,7 +299,7 @@ class EventLoop:
             self._link.send_control(Kind.BYE, 0, self._repair.finished, pack_ranks(at_fault))
 
     def _go_on_without(self, error: RanksLostError) -> None:
-        """The exchange at work fails; those to come are among the others, and numbered anew."""
+        """Fail the current exchange. Later ones are among the remaining ranks, and numbered anew."""
         self._members.go_on_without(error.ranks)
         self._repair.begin_anew()
         for _ in range(GOODBYES):
@@ -304,13 +307,13 @@ class EventLoop:
         self._fail(error)
 
     def _stand_aside(self, error: RanksLostError) -> None:
-        """The exchange at work fails, and so do others until this rank is let back in."""
+        """Fail the current exchange, and all others until this rank is let back in."""
         outside = self._members.stand_aside(error)
         self._repair.begin_anew()
         self._fail(outside)
 
     def _fail(self, error: RanksLostError) -> None:
-        """The exchange at work does, and not those to come."""
+        """Fail the current exchange, but not later ones."""
         request, self._request = self._request, None
         if request is not None:
             request.failure = error

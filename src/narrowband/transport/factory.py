@@ -1,4 +1,4 @@
-"""Which transport a process group gets: the one named, or the one that sends least of those that reach all ranks."""
+"""Choose the transport of a process group: by name, or the one that sends least among those that reach all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TRANSPORTS", "connect"]
 
 log = logging.getLogger(__name__)
 
-#: What users may choose.
+#: Names that users may choose.
 TRANSPORTS = ("auto", "broadcast", "multicast")
 
 
@@ -33,22 +33,23 @@ def connect(
     silence_timeout: float | None = None,
     readmits: bool = False,
 ) -> Transport:
-    """A transport among the ranks of a process group that nothing else uses. All of them call it.
+    """Create a transport among the ranks of a process group that nothing else uses. A collective.
 
-    ``auto`` is the one that sends least of those that reach all ranks: multicast, or broadcast where multicast does not
-    get through, which a warning says. Two ranks have nothing to gain by it.
+    ``auto`` chooses multicast, which sends least, or broadcast if multicast does not reach all ranks; a warning says so
+    then. Two ranks get broadcast, since multicast would save them nothing.
 
     Args:
         name: one of ``TRANSPORTS``.
         group: the ranks.
-        timeout: of the group, which multicast keeps, too.
-        max_failures: how many ranks may be lost, 0 or 1. One takes multicast: a process group waits for its members.
-        silence_timeout: after so many seconds without a sign of life a rank is lost; None: after the time-out.
-        readmits: whether one that was lost may return.
+        timeout: the group's time-out, which multicast uses, too.
+        max_failures: how many ranks may be lost, 0 or 1. 1 requires multicast: a process group waits for all members.
+        silence_timeout: seconds without a sign of life after which a rank is lost; None: only the time-out counts.
+        readmits: whether a lost rank may return.
 
     Raises:
         ValueError: a name that does not exist.
-        UnsupportedError: ``multicast``, where it does not reach all ranks; what cannot go on after a loss, but should.
+        UnsupportedError: ``multicast`` does not reach all ranks, or ``max_failures`` requires a multicast that cannot
+            be had.
     """
     if name not in TRANSPORTS:
         raise ValueError(f"transport={name!r} is none of {', '.join(TRANSPORTS)}")

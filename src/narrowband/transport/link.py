@@ -1,4 +1,4 @@
-"""One rank's end of a multicast session: datagrams out, genuine datagrams in, and how many there were."""
+"""One rank's end of a multicast session: it sends datagrams, receives genuine ones, and counts both."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _RECEIVED_PER_TURN = 64
 
 @dataclass
 class MulticastStatistics:
-    """What this rank has sent and received since the transport was made. A datagram sent to all counts once.
+    """What this rank has sent and received since the transport was created. A datagram sent to all counts once.
 
     Attributes:
-        exchanges: that returned.
-        data_datagrams, data_bytes: buffers' chunks sent for the first time, and their bytes.
-        repair_datagrams, repair_bytes: the same for those sent again.
-        control_datagrams, control_bytes: statuses, polls and goodbyes, and their payloads' bytes.
-        received_datagrams: genuine ones.
-        rejected_datagrams: those that were not: forged, changed, cut, or of another session.
-        repeated_datagrams: chunks that brought nothing.
+        exchanges: exchanges that completed.
+        data_datagrams, data_bytes: chunks sent for the first time, and their bytes.
+        repair_datagrams, repair_bytes: chunks sent again, and their bytes.
+        control_datagrams, control_bytes: all other datagrams, such as statuses, polls and goodbyes, and the bytes of
+            their payloads.
+        received_datagrams: genuine datagrams that arrived.
+        rejected_datagrams: datagrams that were not genuine: forged, changed, cut, or of another session.
+        repeated_datagrams: chunks that were of no use, since they had arrived before or could not be kept.
     """
 
     exchanges: int = 0
@@ -46,35 +47,35 @@ class MulticastStatistics:
 
     @property
     def sent_datagrams(self) -> int:
-        """All that was sent."""
+        """Number of all datagrams that were sent."""
         return self.data_datagrams + self.repair_datagrams + self.control_datagrams
 
     @property
     def sent_bytes(self) -> int:
-        """All that was sent, in payloads and this transport's headers."""
+        """Bytes of all datagrams that were sent: payloads and this transport's headers."""
         payloads = self.data_bytes + self.repair_bytes + self.control_bytes
         return payloads + self.sent_datagrams * HEADER_BYTES
 
     @property
     def link_bytes(self) -> int:
-        """All that was sent as the counters of an Ethernet link count it: with the headers of UDP, IP and Ethernet."""
+        """Bytes that were sent as the counters of an Ethernet link count them: with UDP, IP and Ethernet headers."""
         return self.sent_bytes + self.sent_datagrams * (IP_UDP_BYTES + LINK_BYTES)
 
 
 class Link:
-    """What a rank sends and receives in a session.
+    """A rank's connection to a session: sends and receives its datagrams.
 
     Args:
-        session: what all ranks know of it.
-        opened: its socket.
-        rate: a limit for what is sent, in bytes per second, or None.
+        session: the session, as all ranks know it.
+        opened: the session's socket.
+        rate: limit for what is sent, in bytes per second; None: no limit.
 
     Attributes:
-        session: as given.
+        session: the session that was passed.
         statistics: counts up to now.
-        bucket: keeps buffers' chunks within the rate.
-        blocked: whether the socket took no more, the last time that something was sent.
-        more: whether there may be more to receive, or to send, in the next turn.
+        bucket: keeps chunks within the rate.
+        blocked: whether the socket refused a datagram, for want of room, in this turn of the event loop.
+        more: whether there may be more to receive, or to send, without waiting.
     """
 
     def __init__(self, session: Session, opened: MulticastSocket, rate: float | None) -> None:
@@ -87,15 +88,15 @@ class Link:
         self._framing = Framing(session.key, session.rank, session.world_size)
 
     def fileno(self) -> int:
-        """Readable when something has come."""
+        """Return the descriptor that is readable when a datagram has arrived."""
         return self._socket.fileno()
 
     def send_fileno(self) -> int:
-        """Writable when something can be sent."""
+        """Return the descriptor that is writable when a datagram can be sent."""
         return self._socket.send_fileno()
 
     def receive(self) -> Iterator[Datagram]:
-        """What has come from other ranks of this session, some datagrams at a time."""
+        """Yield datagrams that have arrived from other ranks of this session, at most 64 per call."""
         for _ in range(_RECEIVED_PER_TURN):
             raw = self._socket.receive()
             if raw is None:
@@ -109,7 +110,7 @@ class Link:
         self.more = True
 
     def send_control(self, kind: Kind, index: int, exchange: int, payload: bytes = b"") -> bool:
-        """Send anything but a chunk. False: the socket took it not."""
+        """Send a datagram that is no chunk. Return False if the socket has no room for it."""
         if not self._send(kind, index, exchange, payload):
             return False
         self.statistics.control_datagrams += 1
@@ -117,7 +118,7 @@ class Link:
         return True
 
     def send_chunk(self, index: int, exchange: int, chunk: memoryview, *, repairs: bool) -> bool:
-        """Send a chunk of this rank's buffer. False: the socket took it not."""
+        """Send a chunk of this rank's buffer. Return False if the socket has no room for it."""
         if not self._send(Kind.DATA, index, exchange, chunk):
             return False
         self.bucket.take(len(chunk) + HEADER_BYTES + IP_UDP_BYTES)

@@ -1,17 +1,18 @@
-"""Who takes part in exchanges: ranks that are silent, lost, outside, or let back in.
+"""Track which ranks take part in exchanges: ranks may be silent, lost, outside, or let back in.
 
-A rank that is waited for and brings nothing for ``timeout_s``, or gives no sign of life for ``silence_timeout``, is
-lost. Who notices first tells the others. Where one may be lost, exchanges go on without it. They are numbered anew,
-from 2³² times the number of a *view* on, so that datagrams of earlier exchanges, or of exchanges without another rank,
-are not taken for theirs. Of n ranks, view g·(n+1) has all of them, after g returns, and the k-th after it is the same
-without rank k − 1. Whoever still speaks of earlier exchanges is told who is lost: a rank that did not hear it, and the
-lost one, if it was only late. Nothing goes on before all but one are there, so two parts of a network never both go on.
+An exchange waits for ranks. A rank that it waits for is lost if it delivers nothing for ``timeout_s``, or gives no sign
+of life for ``silence_timeout``. The rank that notices first tells the others. If one rank may be lost, exchanges go on
+without it. They are numbered anew, from 2³² times the number of a *view* on, so that datagrams of earlier exchanges, or
+of exchanges without another rank, are not mistaken for theirs. With n ranks, view g·(n+1) has all of them, after g
+returns; the k-th view after it has all but rank k − 1. A rank that still sends datagrams of earlier exchanges is told
+who is lost: it may have missed the news, or be the lost rank itself, if that was only late. Exchanges go on only while
+all ranks but one are there, so two parts of a network never both go on.
 
-Where lost ranks are readmitted, the lost one stands aside when it is told (or when it hears nobody at all), and asks to
-be let back in. Once the others have agreed on that, their next exchange is the first of a view with all ranks, and the
-first datagram of it lets the waiting rank in.
+If lost ranks are readmitted, the lost rank stands aside when it is told (or when it hears no rank at all), and asks to
+be let back in. Once the others have agreed on that, their next exchange is the first of a view with all ranks, and its
+first datagram lets the waiting rank in.
 
-Nothing here waits, or knows of sockets but to send by them: :mod:`narrowband.transport.event_loop` does.
+Nothing here waits, or uses sockets except to send: :mod:`narrowband.transport.event_loop` does.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ if TYPE_CHECKING:
 
 __all__ = ["GOODBYES", "SILENCE_S", "VIEW", "Limits", "Membership", "names_of"]
 
-#: A peer that did not answer polls for so long is gone.
+#: Seconds without an answer to polls after which a peer counts as gone.
 SILENCE_S = 2.0
-#: What has to be heard by all is sent so often: any of them may be lost.
+#: How often a datagram is sent that all ranks must hear, since each copy may be lost.
 GOODBYES = 3
-#: Exchanges among the same ranks are fewer.
+#: Distance between the exchange numbers of two views; there are fewer exchanges among the same ranks.
 VIEW = 1 << 32
-#: So far apart a rank tells who is lost, however many want to hear it.
+#: Least seconds between two announcements of who is lost, however many ranks need to hear it.
 _TELL_S = 0.05
-#: A lost rank asks so often to be let back.
+#: Seconds between two requests of a lost rank to be let back in.
 _ASK_S = 0.05
 
 
 @dataclass(frozen=True)
 class Limits:
-    """As for :class:`~narrowband.transport.multicast.Multicast`."""
+    """Arguments of :class:`~narrowband.transport.multicast.Multicast` about lost ranks."""
 
     timeout_s: float
     silence_timeout: float
@@ -52,25 +53,26 @@ class Limits:
 
 
 def names_of(ranks: tuple[int, ...]) -> str:
-    """``rank 1``, or ``ranks 1, 2``."""
+    """Return ``rank 1``, or ``ranks 1, 2``."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 class Membership:
-    """Who takes part, as far as this rank knows.
+    """This rank's knowledge of which ranks take part.
 
     Args:
-        link: to the others.
-        limits: when a rank is lost, and what then.
+        link: link to the other ranks.
+        limits: when a rank is lost, and whether exchanges go on without it.
 
     Attributes:
-        limits: as given.
+        limits: the limits that were passed.
         lost: the rank that exchanges go on without.
         dropped: whether the lost rank may not return any more.
         asked_at: when the lost rank last asked to return; monotonic seconds.
-        verdict: what others have found out, for the exchange at work or the next: after which exchange, and the error.
-        outside: the error with which the others have gone on without this rank, which may return.
-        attentive_since: since when this rank has listened without a break.
+        verdict: news from another rank that fails the current or next exchange: (number of an exchange, error). The
+            error is raised in exchanges after that number.
+        outside: the error that says that the others have gone on without this rank, which may return; else None.
+        attentive_since: since when this rank has listened without interruption; monotonic seconds.
     """
 
     def __init__(self, link: Link, limits: Limits) -> None:
@@ -96,27 +98,27 @@ class Membership:
     # ---- signs of life -----------------------------------------------------------------------------------------------
 
     def hears(self, peer: int, now: float) -> None:
-        """Something came from a rank."""
+        """Note that a datagram arrived from a rank."""
         self._heard_at[peer] = now
 
     def brings(self, peer: int, now: float) -> None:
-        """A rank brought something that was waited for."""
+        """Note that a rank delivered something that an exchange waits for."""
         self._brought_at[peer] = now
 
     def is_held_up(self, peer: int, now: float) -> None:
-        """A rank says that it would send, if others were further."""
+        """Note that a rank cannot send because other ranks are behind."""
         self._held_up_at[peer] = now
 
     def has_closed(self, peer: int, number: int) -> bool:
-        """Whether a rank left after an exchange that it had finished."""
+        """Return whether a rank has closed its transport after finishing exchange ``number``."""
         return self._closed.get(peer, 0) >= number
 
     def is_silent(self, peer: int, now: float, since: float) -> bool:
-        """Whether nothing came from a rank for a while, or it has closed."""
+        """Return whether nothing has arrived from a rank for ``SILENCE_S``, or it has closed."""
         return peer in self._closed or now - max(since, self._heard_at[peer]) > SILENCE_S
 
     def check(self, awaited: Iterable[int], number: int, began_at: float, now: float) -> None:
-        """Raise RanksLostError where a rank that is waited for in an exchange is lost."""
+        """Raise RanksLostError if a rank that an exchange waits for is lost."""
         peers, limits = sorted(awaited), self.limits
         gone = tuple(peer for peer in peers if self._closed.get(peer, number) < number)
         if gone:
@@ -128,7 +130,7 @@ class Membership:
             peer
             for peer in peers
             if waited[peer] > limits.timeout_s
-            # A rank whose window another one keeps shut is not at fault; in the end somebody has to be.
+            # A rank that cannot send because another is behind is not at fault, up to twice the time-out.
             and (now - self._held_up_at[peer] > SILENCE_S or waited[peer] > 2 * limits.timeout_s)
         )
         if lost:
@@ -152,41 +154,41 @@ class Membership:
 
     @property
     def view(self) -> int:
-        """The number before that of the first exchange among these ranks."""
+        """The number that precedes the first exchange among the current ranks."""
         return (self._returns * (self._size + 1) + sum(1 + rank for rank in self.lost)) * VIEW
 
     def _returns_before(self, number: int) -> int:
-        """How often a rank had been let back in, at the time of an exchange."""
+        """Return how often a rank had been let back in, by the number of an exchange."""
         return number // (VIEW * (self._size + 1))
 
     def may_go_on_without(self, error: RanksLostError) -> bool:
-        """Whether exchanges go on without the ranks of this error."""
+        """Return whether exchanges can go on without the ranks of this error."""
         return not self.lost and len(error.ranks) <= self.limits.max_failures and self._rank not in error.ranks
 
     def go_on_without(self, ranks: tuple[int, ...]) -> None:
-        """Exchanges are among the others from now on."""
+        """Exclude ranks from exchanges from now on."""
         self.lost, self.verdict = ranks, None
         self.dropped = not self.limits.readmits
 
     def tell_who_is_lost(self, finished: int) -> None:
-        """Say it to all."""
+        """Announce the lost rank to all."""
         self._link.send_control(Kind.LOST, int(self.dropped), finished, pack_ranks(self.lost))
 
     def is_of_the_past(self, datagram: Datagram, begun: int) -> bool:
-        """Whether a datagram's sender is lost, or does not know yet that another one is."""
+        """Return whether a datagram's sender is lost, or does not know yet that another rank is."""
         if not self.lost:
             return False
         speaks = datagram.kind in (Kind.DATA, Kind.STATUS, Kind.POLL)
         return datagram.sender in self.lost or (speaks and datagram.exchange // VIEW < begun // VIEW)
 
     def answer_the_past(self, finished: int, now: float) -> None:
-        """Say who is lost, but not for every datagram."""
+        """Answer a datagram of the past with an announcement of who is lost; at most one every ``_TELL_S``."""
         if now - self._told_at > _TELL_S:
             self._told_at = now
             self.tell_who_is_lost(finished)
 
     def hear_who_is_lost(self, datagram: Datagram) -> None:
-        """Others go on without a rank: so has this one to, whichever exchange it is in."""
+        """Take in that others go on without a rank: this rank must do so, too, whichever exchange it is in."""
         ranks = ranks_of(datagram.payload, self._size)
         returns = self._returns_before(datagram.exchange)
         if not ranks or returns < self._returns or self.verdict is not None:
@@ -201,7 +203,9 @@ class Membership:
         self.verdict = -1, error
 
     def hear_goodbye(self, datagram: Datagram) -> None:
-        """A rank leaves after an exchange it has finished. If one is at fault, this rank fails when it gets there."""
+        """Take in that a rank has left after an exchange that it had finished. If it names ranks at fault, this rank's
+        exchanges fail after that one.
+        """
         self._closed[datagram.sender] = datagram.exchange
         ranks = ranks_of(datagram.payload, self._size)
         if not ranks or self.verdict is not None:
@@ -217,7 +221,7 @@ class Membership:
     # ---- a lost rank returns -----------------------------------------------------------------------------------------
 
     def hear_it_asks(self, datagram: Datagram, now: float) -> None:
-        """A rank is outside, and wants back in. Who did not know that it is outside has lost it now."""
+        """Take in that a rank is outside and asks to return. If this rank did not know that, the other is lost now."""
         if self._returns_before(datagram.exchange) < self._returns:
             return
         if datagram.sender in self.lost:
@@ -227,35 +231,35 @@ class Membership:
             self.verdict = -1, RanksLostError(f"{names_of(ranks)} lost: it says that it was cut off", ranks)
 
     def readmit(self) -> None:
-        """All ranks take part from now on."""
+        """Let all ranks take part from now on."""
         self.lost, self._returns = (), self._returns + 1
 
     # ---- this rank is lost -------------------------------------------------------------------------------------------
 
     def may_return_after(self, error: RanksLostError) -> bool:
-        """Whether it is this rank that is lost, and not for good: others say so, or it hears none of them."""
+        """Return whether this rank is the lost one and may return: others say so, or it hears none of them."""
         if not self.limits.readmits or self._for_good:
             return False
         others = set(range(self._size)) - {self._rank, *self.lost}
         return self._rank in error.ranks or others <= set(error.ranks)
 
     def stand_aside(self, error: RanksLostError) -> RanksLostError:
-        """The others go on without this rank until they let it back in; the error that says so."""
+        """Note that the others go on without this rank until they let it back in. Return the error that says so."""
         cut_off = self._rank not in error.ranks
         self.outside = RanksLostError(f"this rank is cut off: {error}", (self._rank,)) if cut_off else error
         self.lost, self.verdict = (), None
         return self.outside
 
     def begin_to_ask(self, now: float) -> float:
-        """Ask to be let back in from now on; when to ask first."""
+        """Begin to ask to be let back in. Return when to ask first."""
         self._answered_at = now
         return self._ask_at
 
     def ask_to_return(self, finished: int, now: float) -> float:
-        """Ask, if it is time; when to ask next.
+        """Ask to be let back in if it is time. Return when to ask next.
 
         Raises:
-            RanksLostError: the others answer no more, or are gone.
+            RanksLostError: the others do not answer any more, or are gone.
         """
         if now >= self._ask_at:
             if now - self._answered_at > self.limits.timeout_s:
@@ -271,10 +275,11 @@ class Membership:
         raise RanksLostError(f"the others go on without this rank: {why}", (self._rank,))
 
     def hear_from_outside(self, datagram: Datagram, now: float, *, asks: bool) -> bool:
-        """The others let this rank back in with an exchange among all, and answer it until then. Whether it is in now.
+        """Take in a datagram while this rank is outside. The others answer its requests, and let it back in with the
+        first exchange among all ranks. Return whether this datagram has let it in.
 
         Args:
-            datagram: from one of the others.
+            datagram: datagram of one of the others.
             now: monotonic seconds.
             asks: whether this rank waits to be let back in.
         """

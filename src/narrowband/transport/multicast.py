@@ -1,11 +1,12 @@
-"""UDP/IP multicast that arrives: a datagram leaves its sender once, for all ranks, and again where one did not get it.
+"""Reliable UDP/IP multicast: a datagram is sent once for all ranks, and again if one of them did not get it.
 
 There is no maintained NORM (RFC 5740) for Python, so this is a protocol of its own, of the same kind. Every datagram
-carries a keyed code (:mod:`.datagram`). What is not of this session is dropped; what comes twice or late changes
-nothing, because a chunk's place follows from its sender, exchange and number. Four parts share the work:
+carries a message authentication code (:mod:`.datagram`). Datagrams that are not of this session are dropped. Those that
+arrive twice or late change nothing, because a chunk's place follows from its sender, exchange and number. Four parts
+share the work:
 
 ===================  ===============================================================================
-:mod:`.event_loop`   one thread, which waits and lets the others act
+:mod:`.event_loop`   one thread, which waits and lets the other parts act
 :mod:`.repair`       chunks, statuses that name missing ones, polls
 :mod:`.membership`   ranks that are silent, lost, or let back in
 :mod:`.link`         datagrams out and in, and their counts
@@ -38,32 +39,32 @@ if TYPE_CHECKING:
 
 __all__ = ["Multicast", "MulticastStatistics"]
 
-#: A lost rank is heard asking for so long.
+#: Seconds after its last request for which a lost rank counts as asking to return.
 _ASKED_S = 1.0
 
 
 class Multicast(Transport):
-    """Buffers by UDP/IP multicast among the ranks of a process group. Making one is collective.
+    """Exchanges buffers by UDP/IP multicast among the ranks of a process group. Creating one is a collective.
 
     Args:
-        group: the ranks. It carries the session's key, and what the probe found.
-        interface: name or IPv4 address of this rank's network card; None is the one that gloo or NCCL was told, or the
-            one on the way to ``MASTER_ADDR``.
-        mtu: largest IP packet to send, in bytes; None is what the cards of all ranks take. What a switch between them
-            takes they do not know.
-        ttl: 1 stays on the link; more lets routers that route multicast pass it on.
-        rate: a limit for what this rank sends, in bytes per second; None leaves it to the window.
-        timeout_s: a rank that is waited for and brings nothing for so long is lost.
-        silence_timeout: one that gives no sign of life for so long, in seconds, is lost, too. A rank that computes does
-            give some. None: only ``timeout_s`` counts.
-        max_failures: how many ranks may be lost and exchanges go on without them, 0 or 1.
-        readmits: whether one that was lost, and lives, may take part again.
-        early_bytes: how much of an exchange that has not begun on this rank is kept.
-        probe_s: how long ranks listen for each other when the transport is made.
+        group: the ranks. The group carries the session's key, and the results of the probe.
+        interface: name or IPv4 address of this rank's network card; None: the card that gloo or NCCL was told to use,
+            or the one on the route to ``MASTER_ADDR``.
+        mtu: largest IP packet to send, in bytes; None: what the cards of all ranks support. A switch between them may
+            support less, which is not detected here.
+        ttl: 1 stays on the link; more lets routers that route multicast forward it.
+        rate: limit for what this rank sends, in bytes per second; None: only the window limits it.
+        timeout_s: seconds after which a rank is lost that an exchange waits for, and that delivers nothing.
+        silence_timeout: seconds without a sign of life after which such a rank is lost, too. A rank that computes does
+            give signs of life. None: only ``timeout_s`` counts.
+        max_failures: how many ranks may be lost such that exchanges go on without them, 0 or 1.
+        readmits: whether a lost rank that is alive may take part again.
+        early_bytes: how many bytes are kept of an exchange that this rank has not begun.
+        probe_s: seconds for which ranks listen for each other when the transport is created.
 
     Raises:
-        UnsupportedError: multicast does not reach all ranks, or ``max_failures`` with fewer than three, of
-            whom none could know which one is cut off. The same on all of them.
+        UnsupportedError: multicast does not reach all ranks; or ``max_failures`` with fewer than three ranks, of which
+            none could know which one is cut off. The same on all ranks.
 
     Example:
         >>> transport = Multicast(dist.group.WORLD)  # doctest: +SKIP
@@ -111,7 +112,7 @@ class Multicast(Transport):
         self._link = Link(session, opened, rate)
         self._members = Membership(self._link, limits)
         self._loop = loop = EventLoop(self._link, self._members, Repair(self._link, self._members, early_bytes))
-        # At the interpreter's exit, too: a thread that it catches inside native code takes the process down.
+        # Runs at the interpreter's exit, too: a thread that is inside native code then would crash the process.
         self._end = weakref.finalize(self, loop.close)
 
     @property
@@ -126,31 +127,31 @@ class Multicast(Transport):
 
     @property
     def returning(self) -> bool:
-        """As :attr:`Transport.returning`."""
+        """See :attr:`Transport.returning`."""
         return bool(self.lost) and time.monotonic() - self._members.asked_at < _ASKED_S
 
     def readmit(self) -> None:
-        """As :meth:`Transport.readmit`."""
+        """See :meth:`Transport.readmit`."""
         self._loop.readmits_next = True
 
     def drop(self) -> None:
-        """As :meth:`Transport.drop`."""
+        """See :meth:`Transport.drop`."""
         self._members.dropped = True
 
     def rejoin(self) -> None:
-        """As :meth:`Transport.rejoin`; it waits for ``timeout_s`` after the last sign of the others."""
+        """See :meth:`Transport.rejoin`. Waits until ``timeout_s`` after the last answer of the others."""
         self._loop.rejoin()
 
     def exchange(self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted) -> None:
-        """As :meth:`Transport.exchange`.
+        """See :meth:`Transport.exchange`.
 
         Raises:
-            ValueError: buffers or ranges that cannot be meant.
-            RanksLostError: a rank did not answer, or has closed. The transport is of no use after that, unless
-                ``lost`` has it: then all others get this error once, too, each in the exchange that it is in or in its
-                next, and the exchange after that is one without the lost rank. One that names this rank itself leaves
-                :meth:`rejoin`, with ``readmits``.
-            RuntimeError: buffers' sizes differ between ranks, or the network fails. The transport is of no use then.
+            ValueError: malformed buffers or ranges.
+            RanksLostError: a rank did not answer, or has closed. The transport cannot be used after that, unless
+                ``lost`` has the rank: then all other ranks get this error once, too, in their current exchange or the
+                next, and the exchange after that is the first without the lost rank. If the error names this rank
+                itself, only :meth:`rejoin` is possible, with ``readmits``.
+            RuntimeError: buffers' sizes differ between ranks, or the network fails. The transport cannot be used then.
         """
         check_exchange(outgoing, incoming, wanted, self._rank, self._size)
         if gone := tuple(rank for rank in self.lost if wanted[rank]):
@@ -158,7 +159,7 @@ class Multicast(Transport):
         self._loop.exchange(_bytes_of(outgoing), [_bytes_of(buffer) for buffer in incoming], wanted)
 
     def close(self) -> None:
-        """Wait until all ranks have what this one sent them (those that are there), and end. Later calls do nothing."""
+        """Wait until all ranks that are there have received what this rank sent, then end. Later calls do nothing."""
         self._end()
 
 

@@ -1,7 +1,7 @@
-"""Whether multicast reaches all ranks, found out by sending some; and what they agree on for it: a group and a key.
+"""Probe whether multicast reaches all ranks, and agree on a session: a multicast group, a port and a key.
 
-The key comes from rank 0 and travels through the process group, over the connections that its rendezvous made: whoever
-may read those could read gradients anyway.
+The key comes from rank 0 and is sent through the process group. Whoever can read the process group's connections could
+read gradients anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from narrowband.transport.sockets import Interface, MulticastSocket, find_interf
 
 __all__ = ["Session", "open_session"]
 
-#: Groups of local scope (RFC 2365): routers do not pass them out of a site.
+#: Groups of local scope (RFC 2365), which routers do not forward out of a site.
 _GROUPS = "239.255.{}.{}"
 _PORTS = range(49152, 65536)  # for private use (RFC 6335)
 _HELLO_S = 0.02
@@ -30,14 +30,14 @@ _GOODBYES = 3
 
 @dataclass(frozen=True)
 class Session:
-    """What all ranks know of a session.
+    """A multicast session, as all ranks know it.
 
     Attributes:
-        key: for the datagrams' codes, 32 bytes.
-        group, port: where datagrams go.
-        chunk_bytes: how much of a buffer one of them carries: what the smallest MTU of all cards leaves.
+        key: key of the datagrams' authentication codes, 32 bytes.
+        group, port: address and UDP port to which datagrams are sent.
+        chunk_bytes: bytes of a buffer that one datagram carries, by the smallest MTU of all cards.
         receive_buffer: the smallest of all ranks' receive buffers, in bytes as the kernel counts them.
-        rank, world_size: who this is, of how many.
+        rank, world_size: this rank, and the number of ranks.
     """
 
     key: bytes
@@ -57,19 +57,19 @@ def open_session(
     ttl: int = 1,
     wait_s: float = 2.0,
 ) -> tuple[Session, MulticastSocket]:
-    """Open a socket on every rank, agree on a key, and see that full-size datagrams reach everybody from everybody.
+    """Open a socket on every rank, agree on a key, and check that full-size datagrams reach all ranks from all ranks.
 
-    Collective; it ends alike on all ranks.
+    A collective, with the same outcome on all ranks.
 
     Args:
         group: the ranks.
-        interface: name or IPv4 address of this rank's network card; None finds it out.
-        mtu: largest IP packet to send, in bytes; None is what the card says.
-        ttl: 1 stays on the link, more lets as many routers less one pass it on.
-        wait_s: how long ranks listen for each other.
+        interface: name or IPv4 address of this rank's network card; None: see :func:`find_interface`.
+        mtu: largest IP packet to send, in bytes; None: the card's MTU.
+        ttl: 1 stays on the link; with t, up to t − 1 routers forward it.
+        wait_s: seconds for which ranks listen for each other.
 
     Raises:
-        UnsupportedError: multicast does not reach everybody; says from whom to whom it does not.
+        UnsupportedError: multicast does not reach all ranks; the message says from whom to whom.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     card, failure = _card(interface, mtu)
@@ -98,7 +98,7 @@ def open_session(
     except OSError as error:
         failure = f"{card.name} ({card.address}) takes no part in multicast: {error}" if card else str(error)
     try:
-        _refuse(_gather(group, failure))  # nobody listens in vain, and everybody is there before anybody speaks
+        _refuse(_gather(group, failure))  # all sockets are open, or all ranks raise, before any rank sends
         assert opened is not None
         try:
             heard = _listen(opened, Framing(chosen["key"], rank, size), chunk_bytes, wait_s)
@@ -116,7 +116,7 @@ def open_session(
 
 
 def _card(wanted: str | None, mtu: int | None) -> tuple[Interface | None, str]:
-    """This rank's card, or what is wrong."""
+    """Return this rank's card and "", or None and what is wrong."""
     try:
         card = find_interface(wanted)
     except UnsupportedError as error:
@@ -148,7 +148,9 @@ def _complaint(report: dict[str, Any], proposals: list[dict[str, Any]]) -> str:
 
 
 def _listen(opened: MulticastSocket, framing: Framing, chunk_bytes: int, wait_s: float) -> list[bool]:
-    """Whose hellos came, until all came and all others have said the same of theirs, or time is up."""
+    """Exchange hellos until all have arrived here and, by the others' own hellos, everywhere; or until time is up.
+    Return for each rank whether its hello arrived.
+    """
     everybody = bytes([1]) * framing.world_size
     heard = bytearray(framing.world_size)
     heard[framing.rank] = 1
@@ -168,7 +170,7 @@ def _listen(opened: MulticastSocket, framing: Framing, chunk_bytes: int, wait_s:
             heard[datagram.sender] = 1
             if datagram.payload[: framing.world_size] == everybody:
                 content.add(datagram.sender)
-    for _ in range(_GOODBYES):  # a rank that has yet to hear that this one is content need not wait for its time
+    for _ in range(_GOODBYES):  # so that no rank waits for its deadline because the last hello got lost
         _say_hello(opened, framing, heard, chunk_bytes, spoken)
         spoken += 1
     return [bool(each) for each in heard]

@@ -1,15 +1,15 @@
-"""Which chunks a rank sends in an exchange, which again, and what it says of those that came.
+"""Send chunks in an exchange, send missing ones again, and report which chunks have arrived.
 
-- Every buffer is cut into chunks, one datagram each, sent once in order. A receiver that sees a gap, and that it stays,
-  names the missing runs in a *status*; the sender sends those again, once for all who miss them.
-- Statuses also say how far a rank has got with everybody's buffer. A sender keeps within a window beyond its slowest
+- Every buffer is cut into chunks, one datagram each, sent once in order. If a receiver sees a gap that does not close,
+  it names the missing runs in a *status*; the sender sends them again, once for all receivers that miss them.
+- Statuses also report how much of every rank's buffer has arrived. A sender stays within a window beyond its slowest
   receiver, so neither receive buffers nor a switch's queue are overrun; the window follows loss
-  (:mod:`narrowband.transport.pacing`). A rank that has yet to begin the exchange keeps what comes early, up to a limit.
-- A sender that hears nothing *polls*, saying how much it has sent, so that receivers see what is missing at the end.
-  Exchanges that went well have few of these: one status for about a hundred times its size.
+  (:mod:`narrowband.transport.pacing`). A rank that has not begun the exchange yet keeps early chunks, up to a limit.
+- A sender that hears nothing *polls*, saying how much it has sent, so that receivers notice what is missing at the end.
+  Without losses there are few statuses and polls: one status for about a hundred times its size.
 
-What is kept for others is at most two buffers of earlier exchanges: a third exchange sends nothing before the first of
-them is complete everywhere.
+At most two buffers of earlier exchanges are kept for others: a third exchange sends nothing before the first of them is
+complete everywhere.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Repair"]
 
-#: A status may have so many of the bytes that it reports.
+#: Most bytes of a status, as a share of the bytes that it reports on.
 _STATUS_SHARE = 0.01
-#: So far apart are answers to polls, and to what came again.
+#: Least seconds between two answers to polls, or to chunks that arrived again.
 _ANSWER_S = 0.002
 _PATIENCE_S = (0.01, 0.5)  # before a poll: at least, at most
 _SENT_PER_TURN = 256 * 1024
 
 
 class Repair:
-    """The exchanges that are under way: the one at work, earlier ones that others have not finished, and the next.
+    """The exchanges under way: the current one, earlier ones that others have not finished, and the next one.
 
     Args:
-        link: to the others.
-        members: is told who brings something, and says who is there.
-        early_bytes: how much of an exchange that has not begun on this rank is kept.
+        link: link to the other ranks.
+        members: is told which ranks deliver something, and knows which ranks are there.
+        early_bytes: how many bytes are kept of an exchange that this rank has not begun.
 
     Attributes:
         begun: number of the last exchange that this rank began.
-        finished: and of the last that it has finished.
+        finished: number of the last exchange that this rank finished.
     """
 
     def __init__(self, link: Link, members: Membership, early_bytes: int) -> None:
@@ -60,7 +60,7 @@ class Repair:
         on_link = HEADER_BYTES + IP_UDP_BYTES + LINK_BYTES
         per_sender = -(-int((on_link + 4 * self._size) / _STATUS_SHARE) // self._session.chunk_bytes)
         self._report_after = per_sender * (self._size - 1)  # chunks, from all senders together
-        # What the kernel counts for a datagram, roughly: some fragments' unused ends, and its own records.
+        # Roughly what the kernel counts for a datagram: unused ends of memory fragments, and its own records.
         room = self._session.receive_buffer * 3 // 4 // (self._session.chunk_bytes * 5 // 4 + 1024)
         self._window = Window(2 * per_sender + 2, room // self._size, self._size)
         self._missing_capacity = Status.capacity(self._size, self._session.chunk_bytes)
@@ -76,7 +76,7 @@ class Repair:
     # ---- exchanges ---------------------------------------------------------------------------------------------------
 
     def begin(self, outgoing: memoryview, incoming: list[memoryview], wanted: Wanted, now: float) -> None:
-        """The next exchange is at work."""
+        """Begin the next exchange."""
         number = self.begun + 1
         receiving = self._receiving.get(number)
         awaited = receiving is not None
@@ -94,7 +94,7 @@ class Repair:
             self._answer_by(number, now)
 
     def finish(self) -> bool:
-        """Whether the exchange at work is complete here; then it is at work no more."""
+        """Finish the current exchange if it is complete on this rank. Return whether it is."""
         number = self.begun
         sending = self._sending[number]
         if not self._receiving[number].complete or sending.next < sending.count:
@@ -110,23 +110,23 @@ class Repair:
         return True
 
     def abandon(self) -> None:
-        """The exchange at work has failed. Earlier ones may still be completed by others."""
+        """Drop the current exchange, which has failed. Other ranks may still complete earlier ones."""
         self._forget(self.begun)
         self._receiving.pop(self.begun, None)
 
     def forget_complete(self) -> None:
-        """Let go of buffers that are complete everywhere."""
+        """Drop buffers that are complete everywhere."""
         for number in [number for number, sending in self._sending.items() if self._is_complete(sending)]:
             if number <= self.finished:
                 self._forget(number)
 
     def enter_view(self) -> None:
-        """Exchanges are numbered anew, among the ranks that are there now."""
+        """Number exchanges anew, among the ranks that take part now."""
         self._receiving.clear()
         self.begun = self.finished = self._members.view
 
     def begin_anew(self) -> None:
-        """The same; whatever others still miss of earlier exchanges is dropped."""
+        """Do as :meth:`enter_view`, and drop all earlier exchanges, even if others still miss chunks of them."""
         for number in list(self._sending):
             self._forget(number)
         self._status_due.clear()
@@ -135,7 +135,7 @@ class Repair:
 
     @property
     def awaited(self) -> set[int]:
-        """The ranks without which the exchange at work gets no further."""
+        """The ranks that the current exchange waits for."""
         sending = self._sending[self.begun]
         ranks = set(self._receiving[self.begun].waiting)
         if sending.next < sending.count:
@@ -145,11 +145,11 @@ class Repair:
 
     @property
     def needing(self) -> set[int]:
-        """The ranks that still need something that this one has sent."""
+        """The ranks that still need chunks of this rank."""
         return {peer for sending in self._sending.values() for peer in sending.waiting}
 
     def due(self) -> list[float]:
-        """When something has to be sent or looked at."""
+        """Return the times at which something must be sent or checked."""
         checks = [each.check_at for each in self._receiving.values() if each.check_at is not None]
         return [*self._status_due.values(), *self._poll_due.values(), *checks]
 
@@ -161,7 +161,7 @@ class Repair:
             each.pop(number, None)
 
     def _receiving_of(self, number: int) -> Receiving | None:
-        """What is known of an exchange's buffers: of the one at work, and of the next, which others may have begun."""
+        """Return the state of the others' buffers in the current exchange, or the next, which others may have begun."""
         if number == self.begun + 1 and number not in self._receiving:
             self._receiving[number] = self._new_receiving(number)
         return self._receiving.get(number)
@@ -172,11 +172,11 @@ class Repair:
     # ---- what comes in -----------------------------------------------------------------------------------------------
 
     def hear_chunk(self, datagram: Datagram, now: float) -> None:
-        """A chunk of a rank's buffer."""
+        """Take in a chunk of a rank's buffer."""
         receiving = self._receiving_of(datagram.exchange)
         if receiving is None or not receiving.take(datagram.sender, datagram.index, datagram.payload, now):
             self._link.statistics.repeated_datagrams += 1
-            if datagram.exchange <= self.begun:  # its sender does not know that it came
+            if datagram.exchange <= self.begun:  # the sender does not know that the chunk has arrived
                 self._answer_by(datagram.exchange, now, _ANSWER_S)
             return
         self._members.brings(datagram.sender, now)
@@ -185,7 +185,7 @@ class Repair:
             self._answer_by(datagram.exchange, now)
 
     def hear_status(self, datagram: Datagram, now: float) -> None:
-        """How far a rank has got, and what it misses."""
+        """Take in a status: how much has arrived at a rank, and what it misses."""
         peer, sending = datagram.sender, self._sending.get(datagram.exchange)
         if sending is None:
             return
@@ -210,14 +210,14 @@ class Repair:
                 self._window.lost(peer, count, now)
 
     def hear_poll(self, datagram: Datagram, now: float) -> None:
-        """How much a rank has sent; it wants a status."""
+        """Take in a poll, which says how much a rank has sent, and asks for a status."""
         number = datagram.exchange
         receiving = self._receiving_of(number)
         if receiving is not None:
             receiving.polled(datagram.sender, datagram.index, now)
             if number == self.begun and receiving.has_all_sent(datagram.sender):
                 self._members.is_held_up(datagram.sender, now)
-        self._answer_by(number, now, _ANSWER_S)  # also to those that go on without a rank before this one does
+        self._answer_by(number, now, _ANSWER_S)  # also to ranks that go on without a lost rank before this one does
 
     # ---- what goes out -----------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Repair:
                 self._send_status(receiving.number, now, missing)
 
     def _answer_by(self, number: int, now: float, apart_s: float = 0.0) -> None:
-        """A status of an exchange is due, and not within ``apart_s`` of the last."""
+        """Make a status of an exchange due now, or ``apart_s`` after the last one."""
         at = max(now, self._status_sent.get(number, 0.0) + apart_s)
         self._status_due[number] = min(at, self._status_due.get(number, at))
 
@@ -256,7 +256,7 @@ class Repair:
         return True
 
     def transmit(self, now: float) -> None:
-        """Repairs first, of the oldest exchange first; then what the window allows of the buffer."""
+        """Send repairs, those of the oldest exchange first; then as much of the current buffer as the window allows."""
         budget = max(1, _SENT_PER_TURN // self._session.chunk_bytes)
         if self._link.blocked or self._link.bucket.delay(now):
             return
@@ -294,14 +294,14 @@ class Repair:
         return True
 
     def _wait_before_poll(self, sending: Sending, now: float, *, anew: bool = False) -> None:
-        """Something happened: no poll for a while."""
+        """Postpone the next poll, because something was sent or heard."""
         least, most = _PATIENCE_S
         if anew or sending.number not in self._patience:
             self._patience[sending.number] = min(max(least, 2 * self._window.trip_s), most)
         self._poll_due[sending.number] = now + self._patience[sending.number]
 
     def poll(self, now: float) -> None:
-        """Ask for statuses, where nothing was heard for a while."""
+        """Send polls for exchanges of which nothing was heard for a while."""
         for number in [number for number, due in self._poll_due.items() if due <= now]:
             sending = self._sending[number]
             if self._link.blocked or not self._link.send_control(Kind.POLL, sending.next, number):

@@ -1,6 +1,6 @@
-"""A socket that sends to a multicast group and receives from it, and which network card it does that on.
+"""A socket that sends to a multicast group and receives from it, and the choice of its network card.
 
-IPv4 only: what is needed is one group on one link, and IPv4's is there wherever gloo works.
+IPv4 only: one group on one link is needed, and IPv4 is available wherever gloo works.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from narrowband.transport.datagram import HEADER_BYTES
 __all__ = ["Interface", "MulticastSocket", "find_interface", "interfaces"]
 
 IP_UDP_BYTES = 28  # headers of IPv4 and UDP
-LINK_BYTES = 14  # of an Ethernet frame, without preamble and checksum: as Linux's counters count
-_MAX_UDP_BYTES = 65507  # what IPv4's 16-bit length leaves
+LINK_BYTES = 14  # header of an Ethernet frame, without preamble and checksum, as Linux's counters count
+_MAX_UDP_BYTES = 65507  # largest UDP payload that IPv4's 16-bit length allows
 
-# Linux; Python's socket module has no names for them.
+# Constants of Linux for which Python's socket module has no names.
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 _IP_MTU_DISCOVER, _IP_PMTUDISC_DO = 10, 2
 _IP_MULTICAST_ALL = 49
 _SO_RCVBUFFORCE = 33
 
 _RECEIVE_BUFFER = 4 * 1024 * 1024
-#: What waits on this host's own card. Deep enough to keep it busy, short enough that a status is not held up by it.
+#: Queue on this host's own card: long enough to keep the card busy, short enough not to delay a status.
 _SEND_BUFFER = 128 * 1024
 
-#: A card that has no room for a datagram says so in one of these ways; all pass.
+#: Errors by which a card says that it has no room for a datagram; all are temporary.
 _BUSY = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -51,14 +51,15 @@ class Interface:
 
 
 def find_interface(wanted: str | None = None) -> Interface:
-    """The network card to use.
+    """Return the network card to use.
 
     Args:
-        wanted: its name or IPv4 address. None is the card that gloo was told (``GLOO_SOCKET_IFNAME``), or NCCL
-            (``NCCL_SOCKET_IFNAME``), or else the one on the way to ``MASTER_ADDR``.
+        wanted: its name or IPv4 address. None: the card that gloo (``GLOO_SOCKET_IFNAME``) or NCCL
+            (``NCCL_SOCKET_IFNAME``) was told to use; else the one on the route to ``MASTER_ADDR``; else the only card
+            beside the loopback.
 
     Raises:
-        UnsupportedError: there is no such card, or none could be found out.
+        UnsupportedError: there is no such card, or the choice is not clear.
     """
     cards = interfaces()
     shown = ", ".join(f"{card.name} ({card.address})" for card in cards) or "none"
@@ -68,14 +69,14 @@ def find_interface(wanted: str | None = None) -> Interface:
                 return card
         raise UnsupportedError(f"there is no network card {wanted!r} with an IPv4 address; this host has {shown}")
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        # NCCL takes prefixes, exclusions (^) and exact names (=); what is no name of a card is not for us
+        # NCCL takes prefixes, exclusions (^) and exact names (=); only full names of cards are used here
         names = [name.strip().lstrip("=") for name in os.environ.get(variable, "").split(",")]
         for card in cards:
             if card.name in names:
                 return card
     if master := os.environ.get("MASTER_ADDR"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
-            trial.connect((master, 9))  # sends nothing; the kernel looks up the way
+            trial.connect((master, 9))  # sends nothing; the kernel looks up the route
             address = trial.getsockname()[0]
             for card in cards:
                 if card.address == address or (card.name == "lo" and address.startswith("127.")):
@@ -90,7 +91,7 @@ def find_interface(wanted: str | None = None) -> Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All cards of this host that have an IPv4 address."""
+    """Return all cards of this host that have an IPv4 address."""
     try:
         import fcntl
     except ImportError as error:
@@ -109,20 +110,20 @@ def interfaces() -> list[Interface]:
 
 
 class MulticastSocket:
-    """Datagrams to a group and from it. Nothing here blocks.
+    """Sends datagrams to a multicast group and receives from it. Nothing here blocks.
 
     Args:
-        interface: the card.
+        interface: the network card.
         group, port: the group's IPv4 address and UDP port.
         chunk_bytes: the largest payload after the header.
-        ttl: how many routers a datagram may pass, plus one.
-        loop: whether other ranks on this host receive what is sent, too.
+        ttl: number of routers that a datagram may pass, plus one.
+        loop: whether sockets on this host, such as those of other ranks, receive what is sent, too.
 
     Raises:
-        OSError: the card takes no part in multicast, or the port is somebody's.
+        OSError: the card does not support multicast, or the port is in use.
 
     Attributes:
-        receive_buffer: bytes of the kernel's memory that datagrams may wait in, its own administration included.
+        receive_buffer: bytes of kernel memory for datagrams that wait to be received, the kernel's records included.
     """
 
     def __init__(
@@ -152,22 +153,22 @@ class MulticastSocket:
         except BaseException:
             self.close()
             raise
-        # One byte more than there may be: what is longer is cut to that, and then is not genuine.
+        # One byte more than a valid datagram has: a longer one is cut to this size, and then fails authentication.
         self._buffer = memoryview(bytearray(HEADER_BYTES + chunk_bytes + 1))
 
     def fileno(self) -> int:
-        """The descriptor that is readable when a datagram has come."""
+        """Return the descriptor that is readable when a datagram has arrived."""
         return self._in.fileno()
 
     def send_fileno(self) -> int:
-        """The descriptor that is writable when there is room for a datagram."""
+        """Return the descriptor that is writable when there is room for a datagram."""
         return self._out.fileno()
 
     def send(self, header: bytes, payload: bytes | memoryview = b"") -> bool:
-        """Send one datagram; False if there is no room for it now.
+        """Send one datagram. Return False if there is no room for it now.
 
         Raises:
-            OSError: the card is gone, or a filter forbids it.
+            OSError: the card is gone, or a firewall forbids it.
         """
         try:
             self._out.sendmsg((header, payload))
@@ -178,7 +179,7 @@ class MulticastSocket:
         return True
 
     def receive(self) -> memoryview | None:
-        """The next datagram, valid until the next call; None if there is none now."""
+        """Return the next datagram, valid until the next call; None if there is none now."""
         try:
             nbytes = self._in.recv_into(self._buffer)
         except BlockingIOError:
@@ -186,6 +187,6 @@ class MulticastSocket:
         return self._buffer[:nbytes]
 
     def close(self) -> None:
-        """Leave the group."""
+        """Close the sockets, which leaves the group."""
         self._in.close()
         self._out.close()
