@@ -1,4 +1,4 @@
-"""Exchanges through a process group, which work everywhere: a packet is sent to each rank that needs it."""
+"""Exchanges through a process group, which works everywhere: a packet is sent to each rank that needs it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ __all__ = ["Broadcast"]
 
 
 class Broadcast(Transport):
-    """Over the process group, gloo or NCCL: each rank's ranges go to the ranks that want them, one after the other.
+    """Exchanges over a process group of gloo or NCCL: each rank sends its ranges to the ranks that want them, one rank
+    after the other.
 
-    In step s of n − 1, rank i sends to rank i + s and receives from rank i − s. Memory beside the buffers is what one
-    pair exchanges in one step; time is bounded by the time-out of the group.
+    In step s of n − 1, rank i sends to rank i + s and receives from rank i − s. Beside the buffers, this takes the
+    memory of what one pair exchanges in one step. The time-out of the group bounds the time.
 
-    An exchange that breaks off, as by Ctrl-C, is at another place on each rank. So the group ends with it, and with its
-    connections the exchange of those that wait for this rank.
+    If an exchange breaks off, as by Ctrl-C, ranks are at different places in it. So the group is destroyed: this closes
+    its connections, which ends the exchange of ranks that wait for this one.
 
     Args:
-        group: the ranks. One of its own, so that nothing comes between; the default group is left as it is.
+        group: the ranks. Pass a group that nothing else uses; the default group is never destroyed.
     """
 
     name = "broadcast"
@@ -53,7 +54,7 @@ class Broadcast(Transport):
         try:
             self._exchange(outgoing, incoming, wanted, self._group)
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # which hold the group, too
+            traceback.clear_frames(error.__traceback__)  # the frames hold references to the group
             self._end()
             if isinstance(error, RuntimeError):
                 raise RuntimeError(
@@ -94,7 +95,7 @@ class Broadcast(Transport):
                 dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     def _what_others_want(self, wanted: Wanted, group: dist.ProcessGroup) -> list[list[Range]]:
-        """Of this rank's buffer, by rank: told once for every plan."""
+        """Return for each rank the ranges of this rank's buffer that it wants; asked for once for every plan."""
         key = tuple(tuple(ranges) for ranges in wanted)
         if key not in self._asked:
             everybody: list[Wanted] = [()] * len(self._ranks)
@@ -104,13 +105,13 @@ class Broadcast(Transport):
 
 
 def _gathered(buffer: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """The ranges, one after the other: a view where they are one."""
+    """Return the ranges of a buffer, concatenated; a view if there is only one range."""
     parts = [buffer[start:stop] for start, stop in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else buffer[:0]
 
 
 def _staging(buffer: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """Where the ranges arrive one after the other: in their place where they are one."""
+    """Return memory to receive the concatenated ranges: their place in the buffer if there is only one range."""
     if len(ranges) == 1:
         return buffer[slice(*ranges[0])]
     return buffer.new_empty(sum(stop - start for start, stop in ranges))

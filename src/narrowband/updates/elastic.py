@@ -1,25 +1,25 @@
-"""Rounds of peers that come and go.
+"""Rounds of updates among peers that come and go.
 
-Peers meet before each round, and agree on who takes part and whether it counts
-(:mod:`narrowband.updates.rendezvous`). A peer that dies, freezes or is late is left out, and the others go on. One that
-is new or returns gets parameters from a peer that has them, to the bit, and takes part in the same round. Buffers that
-are not averaged are each peer's own: only one that is new gets them.
+Peers meet before each round, and agree on which peers take part and whether the round is committed
+(:mod:`narrowband.updates.rendezvous`). A peer that dies, freezes or is late is left out, and the others go on. A peer
+that is new or returns gets the parameters, bit for bit, from a peer that has them, and takes part in the same round.
+Buffers that are not averaged are each peer's own: only a new peer gets them.
 
-A round is held on copies. Until all peers have voted, updates and residuals are kept as they were; where the exchange
-broke off, they are put back, and the round is held again among the peers that are left. So nothing of an update is lost
-with a round that broke off, and none is applied twice. A peer that was left out brings its update in the round in which
-it returns.
+Copies of updates and residuals are kept until all peers have voted. If the exchange breaks off, the copies are
+restored, and the round is held again among the remaining peers. So a broken round loses no part of an update, and no
+update is applied twice. A peer that was left out contributes its update in the round in which it returns.
 
 The mean is weighted by the steps that each peer has taken since it was last in a round, or by what it has counted in
-them, such as tokens. A peer that has just come has none.
+them, such as tokens. A peer that has just come has weight 0.
 
-The peers' connections are the process's default group of torch.distributed, made anew whenever the peers of a round are
-not those of the round before.
+The peers' connections are the process's default group of torch.distributed. The group is created anew whenever the
+peers of a round are not those of the round before.
 
-A peer that freezes in an exchange says nothing, so the others can only wait. The first exchange among peers may take
-``exchange_s``. It shows how long one takes; from then on one that takes ten times as long as any before it, longer
-than the grace window, and longer than a busy machine pauses, breaks off. It is held again with new connections, which
-may take ``exchange_s`` once more; so one that had a reason, such as ``pause()``, is repeated once.
+A peer that freezes in an exchange sends no sign of it, so the others can only wait. The first exchange among the same
+peers may take ``exchange_s``, and shows how long an exchange takes. A later one is broken off when it takes ten times
+as long as any before it, longer than the grace window, and longer than a busy machine pauses. It is held again with new
+connections, and may take ``exchange_s`` then; so an exchange that is slow for a reason, such as ``pause()``, is
+repeated once.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ __all__ = ["ElasticUpdateCompression"]
 
 log = logging.getLogger(__name__)
 
-#: An exchange breaks off that takes so many times as long as the longest before it among the same peers.
+#: An exchange is broken off when it takes this many times as long as the longest before it among the same peers.
 _SLOWER = 10
 
-#: And not before so many seconds are over: a machine that is short of memory or cores pauses, and goes on.
+#: No exchange is broken off before this many seconds: a machine that is short of memory or cores pauses, and goes on.
 _PAUSES_S = 5.0
 
-#: Steps of a round that ends by time.
+#: The value of ``every`` for rounds that are due by time instead of steps.
 _MANY = 1 << 40
 
-#: What has no meaning on one peer alone, or would differ on a peer that comes later.
+#: Feedback methods that have no meaning on one peer alone, or would differ on a peer that comes later.
 _REFUSED = {"ef21": "keeps estimates that all peers have in common; use '+ef'"}
 
 
@@ -78,7 +78,7 @@ class ElasticUpdateCompression(UpdateCompression):
     """The handle of :func:`compress_updates` with ``peers=``.
 
     Attributes:
-        peers: names of those that took part in the last one.
+        peers: names of the peers that took part in the last round.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class ElasticUpdateCompression(UpdateCompression):
             )
         self._rules = rendezvous
         self._linked = self._warned = False
-        self._longest_s: float | None = None  # of exchanges over these connections
+        self._longest_s: float | None = None  # the longest exchange over the current connections
         self._counted, self._has_counted = 0.0, False
-        self._round = -1  # as peers count that meet
-        self._has_its_round = True  # whether no later one was left in its middle: parameters are those of this one
-        self._rounds_before = 0  # of the run that a loaded state is of
+        self._round = -1  # number of commits since the peers' run began in the store; -1: not in a round yet
+        self._has_its_round = True  # whether the parameters are those of `_round`: no later round was left midway
+        self._rounds_before = 0  # rounds of the run before, from which a state was loaded
         self.peers: tuple[str, ...] = ()
         facts = _facts(model, optimizers, settings, rounds)
         self._meeting = Meeting(rendezvous, rendezvous.connect(), facts)
@@ -137,20 +137,20 @@ class ElasticUpdateCompression(UpdateCompression):
 
     @property
     def rounds(self) -> int:
-        """How many rounds have been applied by the run, as far as this peer knows; with those of the run before, where
-        this one began from its checkpoints.
+        """Number of rounds that the run has applied, as far as this peer knows. If the run began from checkpoints, the
+        rounds of the run before are included.
         """
         return self._round + self._rounds_before
 
     def count(self, number: float) -> None:
-        """Add to what this peer's next update counts by, in the unit of ``weigh=``. Call it for every optimizer step,
-        before it; with accumulation as often as there are batches.
+        """Add to the weight of this peer's next update, in the unit of ``weigh=``. Call it before every optimizer step;
+        with gradient accumulation, once per batch.
 
         Args:
-            number: of tokens, samples, or whatever all peers count; 0 if a step has learned nothing.
+            number: number of tokens, samples, or whatever all peers count; 0 if a step has learned from none.
 
         Raises:
-            ValueError: peers count by steps here, or a number below 0 or without end. Nothing has changed then.
+            ValueError: peers are weighted by steps, or ``number`` is negative or not finite. Nothing has changed then.
 
         Example:
             >>> handle = nb.compress_updates(model, optimizer, "none", every=50, peers=peers, weigh="tokens")
@@ -180,14 +180,14 @@ class ElasticUpdateCompression(UpdateCompression):
 
     @torch.no_grad()
     def average(self) -> None:
-        """A round now, among the peers that are there; it comes by itself after every ``every``-th step.
+        """Hold a round now, among the peers that are there. It happens automatically after every ``every``-th step.
 
-        Where none of them has taken a step since it was last in a round, parameters stay what they are.
+        If no peer has taken a step since it was last in a round, the parameters stay as they are.
 
         Raises:
-            RendezvousError: the store does not answer, or no round was held for ``patience_s``. Parameters are then
+            RendezvousError: the store does not answer, or no round was held for ``patience_s``. The parameters are then
                 those of the last round, and this handle cannot be used any more.
-            DisagreementError: peers that are about to do different things, or differ.
+            DisagreementError: peers are about to do different things, or differ.
         """
         self._check_between_steps("average")
         self._before_step(stepping=False)
@@ -204,7 +204,7 @@ class ElasticUpdateCompression(UpdateCompression):
 
     @property
     def _whole(self) -> Fragment:
-        """The model: there are no others here."""
+        """The only fragment, which is the whole model."""
         return self._fragments[0]
 
     def _due(self) -> int | None:
@@ -215,14 +215,14 @@ class ElasticUpdateCompression(UpdateCompression):
     def _hold(
         self, weight: float, link: Callable[[View], None], put_back: Callable[[], None], *, brings: bool = True
     ) -> None:
-        """Hold a round, again and again until one counts, and apply it. A peer that leaves it between its vote and its
-        end, as by Ctrl-C, is behind, and gets parameters in its next round.
+        """Repeat a round until it is committed, and apply it. A peer that leaves a round between its vote and its end,
+        as by Ctrl-C, is behind, and gets parameters in its next round.
 
         Args:
-            weight: of this peer's update.
-            link: connects the peers of a view.
-            put_back: undoes what an exchange has done.
-            brings: whether there is an update.
+            weight: weight of this peer's update.
+            link: function that connects the peers of a view.
+            put_back: function that undoes the effects of an exchange.
+            brings: whether this peer contributes an update.
         """
         end = time.monotonic() + self._rules.patience_s
         while True:
@@ -236,7 +236,7 @@ class ElasticUpdateCompression(UpdateCompression):
                         self._longest_s = None
                         link(view)
                         self._linked = True
-                        self._check_next = True  # on all peers of a fresh view, whatever they did in the one before
+                        self._check_next = True  # on all peers of a fresh view, so that all check in the same round
                     took = self._meet(view, brings=brings)
                     good = True
             except RendezvousError:
@@ -246,11 +246,11 @@ class ElasticUpdateCompression(UpdateCompression):
                     self._meeting.vote(view, good=False)
                     self._undo(put_back)
                     raise
-                number = view.round + self._rounds_before  # of the wire: gloo's are RuntimeErrors
+                number = view.round + self._rounds_before  # errors of the network: gloo raises RuntimeError
                 log.warning("round %d: the exchange broke off, and is held again: %s", number, error)
             if self._meeting.vote(view, good=good, within_s=self._breaks_off_after_s()):
                 self._expect(took)
-                if took is not None:  # otherwise no peer's update counts, and there is no mean
+                if took is not None:  # otherwise all weights are 0, and there is no mean
                     self._apply(self._fragments, self._averaged.tensors())
                 self._round, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
                 self._has_its_round = True
@@ -258,32 +258,32 @@ class ElasticUpdateCompression(UpdateCompression):
             self._undo(put_back)
 
     def _undo(self, put_back: Callable[[], None]) -> None:
-        """This peer is where it was before the round, with no connections."""
+        """Close the connections, and restore this peer's state from before the round."""
         self._unlink()
         put_back()
         self._has_its_round = True
 
     def _breaks_off_after_s(self) -> float:
-        """Seconds after which an exchange breaks off now."""
+        """Return the seconds after which an exchange is broken off now."""
         if self._longest_s is None:
             return self._rules.exchange_s
         return min(self._rules.exchange_s, max(self._rules.grace_s, _PAUSES_S, _SLOWER * self._longest_s))
 
     def _expect(self, took: float | None) -> None:
-        """The next exchange is not to take much longer than this one."""
+        """Set the time-out of the next exchange by how long this one took."""
         group = self.process_group
         if took is not None and group is not None:
             self._longest_s = max(took, self._longest_s or 0.0)
             group.set_timeout(timedelta(seconds=self._breaks_off_after_s()))
 
     def _meet(self, view: View, *, brings: bool) -> float | None:
-        """Exchange, with every peer's weight.
+        """Scale this peer's update by its weight, and exchange.
 
         Returns:
-            Seconds that it took; None where there was nothing to exchange.
+            The seconds that the exchange took; None if all weights are 0, so that nothing is exchanged.
         """
         total = sum(entry.weight for entry in view.entries)
-        if not total:  # all have just come
+        if not total:  # such as when all peers have just come
             self._whole.bring_nothing()
             return None
         share = view.size * view.entries[view.rank].weight / total
@@ -307,8 +307,8 @@ class ElasticUpdateCompression(UpdateCompression):
         return took
 
     def _drop_buffers(self) -> None:
-        """What buffers have changed by since an earlier round says nothing of where they are now: a variance that fell
-        there and then would fall once more.
+        """Set the updates of buffers to zero on a peer that is behind. The change since an earlier round says nothing
+        about their current values: a variance that fell since then would fall once more.
         """
         tensors = self._averaged.tensors()
         for group in self._whole.groups:
@@ -317,7 +317,7 @@ class ElasticUpdateCompression(UpdateCompression):
                     part.zero_()
 
     def _snapshot(self) -> dict[str, Any]:
-        """What an exchange changes."""
+        """Return copies of all state that an exchange changes."""
         return {
             "updates": [update.clone() for update in self._whole.updates],
             "feedback": {
@@ -331,7 +331,7 @@ class ElasticUpdateCompression(UpdateCompression):
         }
 
     def _put_back(self, before: Mapping[str, Any]) -> None:
-        """Undo an exchange."""
+        """Undo an exchange: restore a snapshot."""
         for update, copy in zip(self._whole.updates, before["updates"], strict=True):
             update.copy_(copy)
         self.layers.load(before["specs"], before["feedback"])
@@ -355,7 +355,7 @@ class ElasticUpdateCompression(UpdateCompression):
         return group
 
     def _relink(self, view: View, before: Mapping[str, Any]) -> None:
-        """Go on among the peers of a view; those that are behind get what they lack from the first."""
+        """Connect to the peers of a view. Peers that are behind get what they lack from the first."""
         self._unlink()
         own = {name: before["kinds"][name].moved(values, view.size) for name, values in before["feedback"].items()}
         self._reconnect(self._open(view), before["specs"], own)
@@ -364,7 +364,9 @@ class ElasticUpdateCompression(UpdateCompression):
             self._share(view)
 
     def _begin_with_the_first(self) -> None:
-        """Peers that are behind have what all have in common; those that are new, everything. A collective."""
+        """Copy the first peer's parameters and averaged buffers to all peers, and its other buffers to new peers. A
+        collective.
+        """
         common, own = self._averaged.in_common()
         begin_with_the_first(_as_module(common), self.process_group)
         view = self._view
@@ -381,15 +383,17 @@ class ElasticUpdateCompression(UpdateCompression):
     def _unlink(self) -> None:
         if "_engine" in vars(self):
             self._disconnect()
-            self._peers.group = None  # with it connections are closed, and who waits for this peer hears of it
+            self._peers.group = None  # dropping the group closes its connections, which peers that wait notice
         self._linked = False
         if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # of peers that are gone
+            with contextlib.suppress(RuntimeError):  # raised if peers are gone
                 dist.destroy_process_group()
 
     @torch.no_grad()
     def _share(self, view: View) -> None:
-        """What a peer that is behind lacks beside parameters and buffers. A collective."""
+        """Send to peers that are behind what they lack beside parameters and buffers, and check the parameters and
+        buffers that arrived. A collective.
+        """
         digests = [_digest(tensors) for tensors in self._averaged.in_common()]
         got = 2 if view.rank in view.newcomers else 1
         sent: list[Any] = [None]
@@ -424,7 +428,7 @@ class ElasticUpdateCompression(UpdateCompression):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that this peer needs to go on, but for model and optimizer."""
+        """Return all that this peer needs to resume, beside the states of model and optimizer."""
         state = super().state_dict()
         return state | {
             "updates": state["updates"]
@@ -437,16 +441,16 @@ class ElasticUpdateCompression(UpdateCompression):
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where :meth:`state_dict` was taken. Call on all peers of the last round, with the model's and the
-        optimizer's states. :attr:`rounds` goes on, too, also of peers that come later.
+        """Resume from a :meth:`state_dict`. Call it on all peers of the last round, after loading the states of model
+        and optimizer. :attr:`rounds` continues, too, also on peers that come later.
 
         Raises:
-            ValueError: a state that does not fit, on any peer. Nothing has changed then.
+            ValueError: a state does not fit, on any peer. Nothing has changed then.
         """
         super().load_state_dict(state)
         own = self._own_updates(state)
         self._counted, self._scaled_by = own["counted"], own.get("scaled by", 1.0)
-        said = [own.get("rounds", self.rounds)]  # states of before have none
+        said = [own.get("rounds", self.rounds)]  # states of earlier versions lack it
         dist.broadcast_object_list(said, src=0)
         self._rounds_before = said[0] - self._round
 
@@ -464,11 +468,11 @@ class ElasticUpdateCompression(UpdateCompression):
             raise ValueError(f"the state has {scaled_by!r} for 'scaled by', and a number above 0 belongs there")
 
     def _moment_of(self, state: Mapping[str, Any]) -> Facts:
-        """Peers step each for themselves: one may have come to more steps than another since the last round."""
+        """Return nothing to compare: since the last round, peers may have taken different numbers of steps."""
         return {}
 
     def _loadable(self, state: object) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]:
-        """A peer's own state, whatever rank it had."""
+        """Accept a peer's own state, whatever rank it had when it was saved."""
         mine = dict(check_state(state))
         states = self.layers.states
         moved = {
@@ -481,7 +485,7 @@ class ElasticUpdateCompression(UpdateCompression):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """End it for this peer; the others go on. Statistics remain."""
+        """End the averaging for this peer; the others go on. Statistics remain."""
         if self._removed:
             return
         self._check_between_steps("remove")
@@ -492,7 +496,7 @@ class ElasticUpdateCompression(UpdateCompression):
 
 
 def _as_module(tensors: Sequence[Tensor]) -> nn.Module:
-    """Some tensors of a model, themselves, as if they were all of it."""
+    """Wrap tensors of a model, without copying, as a module that has only these."""
     module = nn.Module()
     for at, x in enumerate(tensors):
         module.register_buffer(str(at), x)
@@ -508,7 +512,7 @@ def _digest(tensors: Sequence[Tensor]) -> str:
 
 
 def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings, rounds: Rounds) -> dict[str, str]:
-    """What has to be the same on all peers."""
+    """Return name → value of everything that must be the same on all peers."""
     buffers, left_out = floating_buffers(model) if rounds.buffers == "average" else ([], [])
     averaged = [*((name, p) for name, p in model.named_parameters() if p.requires_grad), *buffers]
     outer: Any = rounds.outer

@@ -1,20 +1,21 @@
-"""Which peers take part in a round, and whether it counts: agreed on in a store, however peers come, go or are late.
+"""Agree, through a store, on which peers take part in a round and whether the round is committed.
 
-Peers meet in *turns*. In each, peers arrive and write down who they are. A *view*, the list of those who take part in
-this turn's round, is proposed by any of them as soon as all peers of the view before are there, or the grace window is
-over; the store takes the first proposal and no other. Who arrives later is left out, and arrives at the next turn.
+Peers meet in *turns*. In each turn, peers arrive and write an entry to the store. A *view* is the list of peers that
+take part in this turn's round. Any current peer proposes one as soon as all peers of the view before are there, or the
+grace window is over. The store accepts only the first proposal. A peer that arrives later is left out, and arrives at
+the next turn.
 
-A turn is a transaction. After the exchange each peer votes. The turn's *outcome* is written once: "commit" by the last
-of all votes, or "abort" by whoever saw the exchange break off or waited too long for the votes. A peer applies a round
-when it has read "commit", so either all peers of a view apply it or none does; one that dies or freezes between its
-vote and that finds the outcome in the store when it is back.
+A turn is a transaction. After the exchange each peer votes. The turn's *outcome* is written once: "commit" by the peer
+whose vote completes them, or "abort" by a peer that saw the exchange break off or waited too long for votes. A peer
+applies a round when it has read "commit", so either all peers of a view apply it or none does. A peer that dies or
+freezes after its vote finds the outcome in the store when it is back.
 
-The *round number* counts commits. A peer is *current* if its parameters are those after the last commit. Others, who
-are new or missed a commit, are *behind*: they get parameters from a current peer when they are next in a view. Peers
-that are behind never propose, so a view always has a current one.
+The *round number* counts commits. A peer is *current* if its parameters are those after the last commit. Other peers,
+which are new or missed a commit, are *behind*: they get parameters from a current peer when they are next in a view.
+Peers that are behind never propose, so a view always has a current peer.
 
-The store is a process of its own (``narrowband rendezvous``), since it has to survive any peer. All waiting is by each
-peer's monotonic clock, so clocks need not agree and may jump.
+The store is a separate process (``narrowband rendezvous``), since it must outlive any peer. All waiting uses each
+peer's monotonic clock, so the machines' clocks need not agree, and may jump.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ __all__ = ["DEFAULT_PORT", "Entry", "Meeting", "Rendezvous", "RendezvousError", 
 
 log = logging.getLogger(__name__)
 
-#: Its stubs hide the stores.
+#: ``torch.distributed`` as Any, since its type stubs hide the stores.
 dist: Any = distributed
 
 DEFAULT_PORT = 29400
 
-#: Seconds between two looks at the store: at first, and at most.
+#: Seconds between two polls of the store: at first, and at most.
 _LOOK_S, _LOOK_AT_MOST_S = 0.003, 0.1
 
-#: In place of a peer's entry, when it waits no longer.
+#: Replaces a peer's entry when the peer does not wait any longer.
 _NOBODY = json.dumps(None)
 
-#: What the store answers when it cannot be reached takes no longer than this.
+#: Time-out of connections and requests to the store, in seconds.
 _STORE_S = 30.0
 
 
 class RendezvousError(RuntimeError):
-    """Peers cannot meet: the store is gone, or nobody who could go on is left."""
+    """Peers cannot meet: the store is gone, or no peer is left that could go on."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,20 @@ class Rendezvous:
     """Where peers meet, and how long they wait for each other.
 
     Args:
-        address: of the store, ``host:port``, which ``narrowband rendezvous`` serves; an address of IPv6 in brackets, as
-            in ``[::1]:29400``.
-        run: a name for the run, so that one store serves several.
-        least: the least number of peers in a round: fewer wait for more.
+        address: address of the store that ``narrowband rendezvous`` serves, ``host:port``; an IPv6 address in brackets,
+            as in ``[::1]:29400``.
+        run: name of the run, so that one store can serve several.
+        least: the least number of peers in a round; fewer peers wait for more.
         grace_s: seconds that a round waits for peers of the round before. A peer that comes later is left out of it.
-        exchange_s: seconds after which the first exchange among the same peers breaks off, if one does not answer, and
-            is held again without that one. It has to be well above the time that an exchange takes
-            (``stats().last.exchange_s``). Later exchanges break off after ten times the longest before them, but not
-            before ``grace_s`` or five seconds. The wait for all votes is as long.
-        begin_with: number of peers that the first round waits for; by default it begins ``grace_s`` after ``least`` are
-            there.
-        patience_s: seconds after which a peer that waits for a round gives up; longer than the others train in between.
-        name: the peer's name in logs, by which peers are ordered, too; by default drawn at random.
+        exchange_s: seconds after which the first exchange among the same peers is broken off if a peer does not answer,
+            and held again without that peer. It must be well above the time that an exchange takes
+            (``stats().last.exchange_s``). Later exchanges are broken off after ten times the longest before them, but
+            not before ``grace_s`` or five seconds. The wait for all votes is as long.
+        begin_with: number of peers that the first round waits for; by default the round begins when ``least`` peers are
+            there and ``grace_s`` is over.
+        patience_s: seconds after which a peer that waits for a round gives up. It must be longer than the others train
+            between two rounds.
+        name: the peer's name in logs, by which peers are ordered, too; by default random.
 
     Example:
         >>> peers = nb.Rendezvous("10.0.0.1:29400", least=3, grace_s=60)
@@ -105,19 +107,19 @@ class Rendezvous:
         for name in ("grace_s", "exchange_s", "patience_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0: seconds")
-        if math.isinf(self.exchange_s):  # PyTorch takes no such time-out
+        if math.isinf(self.exchange_s):  # PyTorch accepts no infinite time-out
             raise ValueError(f"exchange_s={self.exchange_s}: an exchange has to break off some time; give many seconds")
 
     def connect(self) -> Any:
-        """A client of the store, which may come up a little later than this peer.
+        """Connect a client to the store, which may come up a little later than this peer.
 
         Raises:
-            RendezvousError: it does not answer.
+            RendezvousError: the store does not answer.
         """
         host, port = _host_and_port(self.address)
         end = time.monotonic() + min(_STORE_S, self.patience_s)
         try:
-            while True:  # torch's own client says much while it waits
+            while True:  # torch's own client logs a lot while it waits
                 try:
                     socket.create_connection((host, int(port)), timeout=_STORE_S).close()
                     break
@@ -135,12 +137,12 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Entry:
-    """A peer at a turn.
+    """A peer's entry at a turn.
 
     Attributes:
-        peer: who it is; another one each time the process starts.
-        round: the commits that its parameters have seen; -1 of a peer that has none.
-        weight: of its update in the mean.
+        peer: the peer's identity, different each time that the process starts.
+        round: number of commits that its parameters have seen; -1 if it has not been in a round.
+        weight: weight of its update in the mean.
     """
 
     peer: str
@@ -150,15 +152,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class View:
-    """Who takes part in a turn's round; the same for all of them.
+    """The peers that take part in a turn's round; the same on all of them, except ``rank``.
 
     Attributes:
-        turn: its number.
-        round: the number of the round, counted from 0.
-        entries: the peers, current ones first. Their order is their rank.
-        rank: of this peer.
-        fresh: whether these are not the peers of the turn before, or that broke off: they need new connections.
-        beginning: whether nothing was committed before: all begin with the parameters of the first.
+        turn: number of the turn.
+        round: number of the round, counted from 0.
+        entries: the peers, current ones first; the index of a peer is its rank.
+        rank: this peer's rank.
+        fresh: whether the peers need new connections: they are not those of the turn before, that turn was not
+            committed, or some peers are behind.
+        beginning: whether no round was committed before, so that all begin with the parameters of the first peer.
     """
 
     turn: int
@@ -170,7 +173,7 @@ class View:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of peers."""
         return len(self.entries)
 
     @property
@@ -180,12 +183,12 @@ class View:
 
     @property
     def some_are_behind(self) -> bool:
-        """Whether any peer's are not."""
+        """Whether any peer is behind."""
         return any(entry.round != self.round for entry in self.entries)
 
     @property
     def newcomers(self) -> list[int]:
-        """Ranks of those that have not been in a round."""
+        """Ranks of the peers that have not been in a round."""
         return [rank for rank, entry in enumerate(self.entries) if entry.round < 0]
 
 
@@ -193,37 +196,37 @@ class Meeting:
     """One peer's part of the protocol.
 
     Args:
-        rendezvous: how long to wait.
-        store: shared by all peers.
-        facts: what has to be the same on all peers, name → value.
+        rendezvous: the run, the peer's name, and how long to wait.
+        store: client of the store that all peers share.
+        facts: name → value of everything that must be the same on all peers.
 
     Raises:
-        DisagreementError: the run has other facts.
+        DisagreementError: the peer that came first in this run had other facts.
         RendezvousError: the store does not answer.
     """
 
     def __init__(self, rendezvous: Rendezvous, store: Any, facts: Mapping[str, str]) -> None:
-        drawn = uuid.uuid4().hex[:12]  # another one each time a process starts
+        drawn = uuid.uuid4().hex[:12]  # different each time that a process starts
         self.peer = f"{rendezvous.name}-{drawn}" if rendezvous.name else drawn
         self._rules = rendezvous
         self._store = dist.PrefixStore(f"narrowband/{rendezvous.run}", store)
         self._agree(facts)
 
     def store_of(self, view: View) -> Any:
-        """For the connections of a view's peers."""
+        """Return the store by which a view's peers connect to each other."""
         return dist.PrefixStore(f"{view.turn}/group", self._store)
 
     # ---- arriving ----------------------------------------------------------------------------------------------------
 
     def arrive(self, round_number: int, weight: float) -> View:
-        """Wait until a view has this peer, and return it.
+        """Wait until there is a view with this peer in it, and return the view.
 
         Args:
-            round_number: the commits that this peer's parameters have seen; -1 if it has none yet.
-            weight: of its update.
+            round_number: number of commits that this peer's parameters have seen; -1 if it has not been in a round.
+            weight: weight of its update.
 
         Raises:
-            RendezvousError: the store does not answer, no round was held for too long, or nobody is left who has the
+            RendezvousError: the store does not answer, no round was held for too long, or no peer is left that has the
                 parameters of the last one.
         """
         own = Entry(self.peer, round_number, weight)
@@ -235,7 +238,7 @@ class Meeting:
                 self._store.set(f"{turn}/{slot}", json.dumps(asdict(own)))
                 try:
                     self._meet(turn, own, end)
-                except BaseException:  # Ctrl-C, too: who waits no longer has no part in the turn, or else in the next
+                except BaseException:  # Ctrl-C, too: a peer that does not wait any longer must not be put into a view
                     with contextlib.suppress(RuntimeError, OSError):
                         self._store.set(f"{turn}/{slot}", _NOBODY)
                     raise
@@ -245,7 +248,7 @@ class Meeting:
                     return view
 
     def _meet(self, turn: int, own: Entry, end: float) -> None:
-        """Wait until the turn has a view, and propose one where that is due."""
+        """Wait until the turn has a view, and propose one when that is due."""
         before = self._decided(turn - 1)
         expected = set() if before is None else {entry.peer for entry in before.entries}
         began, told = time.monotonic(), False
@@ -255,7 +258,7 @@ class Meeting:
             beginning = before is None or (before.beginning and self._outcome(turn - 1) == "abort")
             if round_number is not None and (beginning or own.round == round_number):
                 enough = len(here) >= self._rules.least
-                if beginning:  # alike, or from checkpoints
+                if beginning:  # no commit yet: take the largest number that a peer brings
                     round_number = max(0, *(entry.round for entry in here.values()))
                 if before is None:
                     complete = self._rules.begin_with is not None and len(here) >= self._rules.begin_with
@@ -287,7 +290,9 @@ class Meeting:
                 )
 
     def _tell_who_is_missing(self, last: View, round_number: int | None, here: Iterable[Entry]) -> bool:
-        """Say it where nobody who is here has the parameters of the last round: who had them may come back."""
+        """Log a warning if no peer that is here has the parameters of the last round, and return whether it was logged.
+        The peers that had them may come back.
+        """
         if last.beginning or round_number is None or any(entry.round >= round_number for entry in here):
             return False
         log.warning(
@@ -301,7 +306,9 @@ class Meeting:
         return True
 
     def _is_over(self, last: View | None, here: Iterable[Entry]) -> bool:
-        """Whether nobody has the parameters of the last round: those who were in it left, and who is here is behind."""
+        """Return whether the parameters of the last round are lost: all peers that were in it have left, and all that
+        are here are behind.
+        """
         if last is None or self._outcome(last.turn) != "commit":
             return False
         if any(entry.round > last.round for entry in here):
@@ -309,17 +316,17 @@ class Meeting:
         return all(self._store.check([f"left/{entry.peer}"]) for entry in last.entries)
 
     def _current_round(self, turn: int, waited: float) -> int | None:
-        """How many rounds were committed up to this turn; None while that is open."""
+        """Return the number of rounds committed up to this turn; None while the turn has no outcome."""
         view = self._decided(turn)
         if view is None:
             return 0
         outcome = self._outcome(turn)
         if outcome is None and waited > self._rules.exchange_s + self._rules.grace_s:
-            outcome = self._store.compare_set(f"{turn}/outcome", "", "abort").decode()  # nobody of it is left
+            outcome = self._store.compare_set(f"{turn}/outcome", "", "abort").decode()  # no peer of that turn is left
         return None if outcome is None else view.round + (outcome == "commit")
 
     def _view(self, turn: int, own: Entry) -> View | None:
-        """The view of a turn, if it has this peer."""
+        """Return the view of a turn, or None if this peer is not in it."""
         view = self._decided(turn)
         assert view is not None
         ranks = [at for at, entry in enumerate(view.entries) if entry.peer == own.peer]
@@ -327,12 +334,12 @@ class Meeting:
             return None
         before = self._decided(turn - 1)
         same = before is not None and [e.peer for e in before.entries] == [e.peer for e in view.entries]
-        # A peer may have left the round before in its middle, after its vote, and come back in time for this one.
+        # A peer may have left the round before midway, after its vote, and have come back in time for this one.
         fresh = not same or self._outcome(turn - 1) != "commit" or view.some_are_behind
         return replace(view, rank=ranks[0], fresh=fresh)
 
     def _decided(self, turn: int) -> View | None:
-        """What was decided for a turn, whoever is in it."""
+        """Return the view that was accepted for a turn, whether this peer is in it or not; None if there is none."""
         if turn < 1 or not self._store.check([f"{turn}/view"]):
             return None
         said = json.loads(self._store.get(f"{turn}/view"))
@@ -340,7 +347,7 @@ class Meeting:
         return View(turn, said["round"], entries, rank=0, fresh=True, beginning=said["beginning"])
 
     def _records(self, turn: int) -> dict[int, Entry]:
-        """Who has arrived at a turn and has not left since, by slot."""
+        """Return slot → entry of the peers that have arrived at a turn and not left since."""
         key = f"{turn}/arrived"
         number = int(self._store.add(key, 0)) if self._store.check([key]) else 0
         there = (slot for slot in range(number) if self._store.check([f"{turn}/{slot}"]))
@@ -349,26 +356,26 @@ class Meeting:
         return {slot: entry for slot, entry in arrived.items() if not self._store.check([f"left/{entry.peer}"])}
 
     def _turn(self) -> int:
-        """The last turn that has a view."""
+        """Return the number of the last turn that has a view."""
         return int(self._store.get("turn")) if self._store.check(["turn"]) else 0
 
     def _advance(self, turn: int) -> None:
-        """Note that a turn has a view."""
+        """Note in the store that a turn has a view."""
         while (known := self._turn()) < turn:
             self._store.compare_set("turn", str(known) if known else "", str(turn))
 
     # ---- voting ------------------------------------------------------------------------------------------------------
 
     def vote(self, view: View, *, good: bool, within_s: float | None = None) -> bool:
-        """Say whether this peer has all that it needs to apply the round, and wait for the outcome.
+        """Vote on whether this peer has all that it needs to apply the round, and wait for the outcome.
 
         Args:
-            view: whose round.
-            good: whether it has.
-            within_s: seconds that it waits for the others' votes, by default ``exchange_s``.
+            view: the view whose round is voted on.
+            good: this peer's vote.
+            within_s: seconds to wait for the others' votes, by default ``exchange_s``.
 
         Returns:
-            Whether the round is to be applied. Never where this peer's vote was not good.
+            Whether the round is committed. Never if this peer's vote was not good.
 
         Raises:
             RendezvousError: the store does not answer.
@@ -386,12 +393,12 @@ class Meeting:
             return self._outcome(view.turn) == "commit"
 
     def is_open(self, view: View) -> bool:
-        """Whether the outcome of a turn is not known yet: after a long freeze, it is."""
+        """Return whether a turn has no outcome yet. After this peer was frozen for long, it may have one."""
         with self._answering():
             return self._outcome(view.turn) is None
 
     def leave(self) -> None:
-        """Tell the others not to wait for this peer any more; said once, and not if the store does not answer."""
+        """Tell the others, through the store, not to wait for this peer any more. Errors of the store are ignored."""
         with contextlib.suppress(RuntimeError, OSError):
             self._store.set(f"left/{self.peer}", "1")
 
@@ -402,7 +409,7 @@ class Meeting:
     # ---- the store ---------------------------------------------------------------------------------------------------
 
     def _agree(self, facts: Mapping[str, str]) -> None:
-        """Compare facts with those of the peer that came first."""
+        """Raise DisagreementError if facts differ from those of the peer that came first."""
         with self._answering():
             first = json.loads(self._store.compare_set("facts", "", json.dumps(dict(facts), sort_keys=True)))
         differ = [name for name in {**first, **facts} if first.get(name) != facts.get(name)]
@@ -417,7 +424,7 @@ class Meeting:
             )
 
     def _looks(self, key: str) -> Iterator[float]:
-        """The time, again and again until the store has this key."""
+        """Poll until the store has this key, and yield the time before each pause."""
         pause = _LOOK_S
         while not self._store.check([key]):
             yield time.monotonic()
@@ -426,12 +433,12 @@ class Meeting:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Around what asks the store."""
+        """Turn errors of the store into RendezvousError."""
         try:
             yield
         except RendezvousError:
             raise
-        except (RuntimeError, OSError) as error:  # what torch raises of a store derives from RuntimeError
+        except (RuntimeError, OSError) as error:  # torch's errors of a store derive from RuntimeError
             raise RendezvousError(
                 f"the store at {self._rules.address} does not answer any more: {error}. Parameters are those of the "
                 "last round; start the store and all peers again, from their checkpoints"
@@ -439,16 +446,16 @@ class Meeting:
 
 
 def serve(port: int, host: str = "0.0.0.0") -> Any:
-    """Serve a store; it ends with what returns.
+    """Serve a store. It runs as long as the returned object lives.
 
     Args:
-        port: 0 for any that is free.
-        host: address of the interface to listen at, and at no other. ``0.0.0.0`` are all, by IPv4; ``::`` by IPv6, too.
+        port: port to listen at; 0: any free one.
+        host: address of the only interface to listen at; ``0.0.0.0``: all, by IPv4; ``::``: all, by IPv6, too.
     """
     host = _without_brackets(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
-    # By itself the store would listen at all interfaces.
+    # Without a socket given to it, the store would listen at all interfaces.
     with socket.create_server((host, port), family=family, dualstack_ipv6=both) as listening:
         return dist.TCPStore(
             host,
@@ -466,7 +473,7 @@ def _host_and_port(address: str) -> tuple[str, str]:
 
 
 def _without_brackets(host: str) -> str:
-    """As sockets take an address of IPv6."""
+    """Return an IPv6 address without brackets, as sockets take it."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
