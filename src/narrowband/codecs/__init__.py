@@ -1,7 +1,7 @@
-"""What a tensor becomes on its way: one frozen dataclass per codec, and their spec strings.
+"""Codecs turn tensors into payloads and back: one frozen dataclass per codec, named by a spec string.
 
-A codec is pure: it keeps nothing between calls and knows no process group. What compression loses, and when that is
-sent after all, is the business of :mod:`narrowband.feedback`.
+A codec is pure: it keeps no state between calls and knows no process group. :mod:`narrowband.feedback` keeps what
+compression loses and decides when to send it after all.
 """
 
 from __future__ import annotations
@@ -60,36 +60,38 @@ def register_codec(kind: type[Codec]) -> type[Codec]:
         ``kind``, so that this can be a decorator.
 
     Raises:
-        TypeError: no dataclass, or not derived from :class:`Codec`.
-        ValueError: no name, one that a spec string cannot hold, or one that another codec has already.
+        TypeError: ``kind`` is not a dataclass, or does not derive from :class:`Codec`.
+        ValueError: ``kind`` has no name, a name that a spec string cannot hold, or the name of another codec.
 
-    ``docs/how-to/own-codec.md`` writes one.
+    ``docs/how-to/own-codec.md`` shows how to write a codec.
     """
     return _REGISTRY.register(kind)
 
 
 def available() -> dict[str, type[Codec]]:
-    """Every codec by its name in a spec string, in the order of the documentation; then those of other packages."""
+    """Return every codec by its name in a spec string: first narrowband's, in the order of the documentation, then
+    those of other packages.
+    """
     return _REGISTRY.all()
 
 
 def find(name: str) -> type[Codec] | None:
-    """The codec of this name, or None.
+    """Return the codec class of this name, or None.
 
     Raises:
-        ValueError: an installed package brings it, and could not be loaded.
+        ValueError: an installed package provides a codec of this name, but its class could not be loaded.
     """
     return _REGISTRY.find(name)
 
 
 def codec(spec: str | Codec) -> Codec:
-    """The codec that a spec string names; ``codec(str(c)) == c``.
+    """Return the codec that a spec string names; ``codec(str(c)) == c``.
 
     Args:
         spec: ``name[:key=value,…]``, such as ``topk:density=0.01`` or ``qsgd:bits=4``; a codec is returned as it is.
 
     Raises:
-        ValueError: unknown name or key, or a value out of range; the message says what there is.
+        ValueError: unknown name or key, or a value out of range; the message lists what exists.
 
     Example:
         >>> nb.codec("qsgd:bits=4").payload_nbytes(1_000_000)

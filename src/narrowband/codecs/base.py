@@ -1,15 +1,15 @@
-"""The contract of a codec, written down once.
+"""The interface that every codec implements.
 
-A codec turns a floating-point tensor into a flat uint8 *payload* and back, losing something on the way. It is a frozen
-dataclass: its configuration is its identity, it holds no state and knows no process group.
+A codec encodes a floating-point tensor as a flat uint8 *payload* and decodes it again, usually with a loss. It is a
+frozen dataclass: two codecs with the same configuration are equal. It holds no state and knows no process group.
 
-Both sides know codec, shape and dtype, so a payload carries data only. Its size is known before encoding
-(:meth:`Codec.payload_nbytes`), a multiple of 4 bytes, so payloads laid end to end stay aligned and one collective moves
-one contiguous buffer. The one exception is a codec with ``fixed_size = False``, whose ``payload_nbytes`` is the
-capacity.
+Sender and receiver both know codec, shape and dtype, so a payload holds data only. Its size is known before encoding
+(:meth:`Codec.payload_nbytes`) and is a multiple of 4 bytes. So payloads laid end to end stay aligned, and one
+collective sends one contiguous buffer. The exception is a codec with ``fixed_size = False``: its ``payload_nbytes`` is
+the capacity.
 
-Same seed, same input: same payload, on every backend. Arithmetic is float32 whatever comes in. Inf and NaN stay
-visible: what is decoded from them is not finite.
+The same seed and input give the same payload on every backend. Arithmetic is float32 whatever the input dtype. Inf and
+NaN stay visible: they decode to values that are not finite.
 """
 
 from __future__ import annotations
@@ -40,41 +40,43 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to :data:`ALIGNMENT`."""
+    """Round ``nbytes`` up to a multiple of :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def numel_of(shape: Shape) -> int:
-    """How many elements a tensor of this shape has."""
+    """Return the number of elements of a tensor of this shape."""
     return shape if isinstance(shape, int) else math.prod(shape)
 
 
 def dims(shape: Shape) -> tuple[int, ...]:
-    """A shape as a tuple; a number of elements is a vector."""
+    """Return a shape as a tuple; a number of elements becomes the shape of a vector."""
     return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
 def flattened(x: Tensor) -> Tensor:
-    """``x`` as the kernels take it: flat, contiguous float32; in its own memory where it is so already."""
+    """Return ``x`` as the kernels take it: flat, contiguous float32. Shares the memory of ``x`` where ``x`` is so
+    already.
+    """
     return x.detach().resolve_neg().reshape(-1).float().contiguous()  # copy_() to 16 bits loses a negative sign
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether the memory of ``x`` holds its values as kernels write them: in order, float32, and not their negatives,
-    as the imaginary part of a conjugate may.
+    """Whether kernels can write into the memory of ``x`` directly: it is contiguous float32, and its negative bit is
+    not set (PyTorch sets it for the imaginary part of a conjugate).
     """
     return x.dtype == torch.float32 and x.is_contiguous() and not x.is_neg()
 
 
 def squared_norm(x: Tensor) -> float:
-    """``‖x‖²``, summed in float64; piece by piece, because a norm in another dtype copies all that it is given."""
+    """Return ``‖x‖²``, summed in float64, piece by piece: a norm in another dtype would copy its whole input."""
     flat, piece = x.reshape(-1), 1 << 20
     norms = (torch.linalg.vector_norm(flat[i : i + piece], dtype=torch.float64) for i in range(0, len(flat), piece))
     return sum((float(norm) ** 2 for norm in norms), start=0.0)
 
 
 class Codec(ABC):
-    """What a tensor becomes on its way, and how it comes back.
+    """How a tensor is encoded before it is sent, and decoded after.
 
     Example:
         >>> codec = nb.codec("qsgd:bits=4")
@@ -86,21 +88,22 @@ class Codec(ABC):
     name: ClassVar[str]
     #: False: ``payload_nbytes`` is a capacity, and payloads may be shorter.
     fixed_size: ClassVar[bool] = True
-    #: True: the decoder derives something from the seed, so all ranks must encode with the same one.
+    #: True: the decoder derives something from the seed, so all ranks must encode with the same seed.
     shared_seed: ClassVar[bool] = False
-    #: True: a sum of decoded tensors may be encoded again without losing the point (quantizers, not sparse codecs).
+    #: True: a sum of decoded tensors may be encoded again without defeating the compression (quantizers, not sparse
+    #: codecs).
     requantizes: ClassVar[bool] = False
-    #: True: what is decoded is the tensor itself, to the bit and in its dtype.
+    #: True: decoding gives the tensor itself, to the bit and in its dtype.
     exact: ClassVar[bool] = False
 
     # ---- what a user calls -------------------------------------------------------------------------------------------
 
     def payload_nbytes(self, shape: Shape, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the payload of a tensor of this shape (or number of elements) and dtype."""
+        """Return the payload size, in bytes, of a tensor of this shape (or number of elements) and dtype."""
         return _payload_nbytes(self, shape if isinstance(shape, int) else tuple(shape), dtype)
 
     def encode(self, x: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
-        """The payload of ``x``: flat uint8 on the same device.
+        """Return the payload of ``x``: flat uint8 on the same device.
 
         Args:
             x: float32, float16 or bfloat16, any shape and strides.
@@ -108,8 +111,8 @@ class Codec(ABC):
             out: where to write: uint8, flat, contiguous, exactly ``payload_nbytes`` long (fixed-size codecs only).
 
         Raises:
-            TypeError: another dtype, or an ``out`` that is not flat, contiguous uint8.
-            ValueError: an ``out`` of another size.
+            TypeError: ``x`` has another dtype, or ``out`` is not flat, contiguous uint8.
+            ValueError: ``out`` has another size.
         """
         self._check_dtype(x)
         out, target = self._target(out, x.shape, x.dtype, x.device)
@@ -124,38 +127,38 @@ class Codec(ABC):
     ) -> Tensor:
         """``out ← weight · decoded``, or ``out ← out + weight · decoded`` when accumulating; returns ``out``.
 
-        So the mean over N ranks is N calls with ``weight=1/N, accumulate=True``, with no dense copy per rank.
+        The mean over N ranks therefore takes N calls with ``weight=1/N, accumulate=True``, and no dense copy per rank.
 
         Raises:
-            PayloadError: the payload is too short, too long, or names an element that ``out`` does not have.
+            PayloadError: the payload is too short or too long, or names an element that ``out`` does not have.
                 Nothing has been written then.
-            TypeError: a dtype that no codec decodes to.
+            TypeError: ``out`` has a dtype that no codec decodes to.
         """
         self._check_dtype(out)
         payload = self._checked(payload, out.shape, out.dtype)
         if not out.numel():
             return out
         direct = is_plain(out)
-        flat = flattened(out)  # out's own memory where it can be
+        flat = flattened(out)  # shares out's memory if possible
         self._decode(payload, flat, out.shape, out.dtype, seed, weight, accumulate)
         if not direct:
             out.detach().copy_(flat.view(out.shape))
         return out
 
     def decode_mean(self, payloads: Sequence[Tensor] | Tensor, out: Tensor, *, seeds: Sequence[int]) -> Tensor:
-        """``out ← the mean of what the payloads decode to``; returns ``out``.
+        """``out ← the mean of the decoded payloads``; returns ``out``.
 
-        The same bits as decoding one after the other with ``weight=1/N``, but ``out`` goes through the caches once, not
-        N times; a half-precision mean is summed in float32 and rounded once.
+        For float32 ``out``, the result has the same bits as decoding the payloads in turn with ``weight=1/N``, but
+        ``out`` passes through the caches once, not N times. A half-precision mean is summed in float32, rounded once.
 
         Args:
-            payloads: one per rank: several tensors, or the rows of one.
-            out: any shape; what it holds is overwritten.
+            payloads: one per rank: a sequence of tensors, or the rows of one tensor.
+            out: any shape; its content is overwritten.
             seeds: the seed that each payload was encoded with.
 
         Raises:
-            ValueError: no payload, or not one seed for each.
-            PayloadError, TypeError: as :meth:`decode`. Nothing has been written then.
+            ValueError: there is no payload, or not one seed per payload.
+            PayloadError, TypeError: as for :meth:`decode`. Nothing has been written then.
 
         Example:
             >>> codec.decode_mean([codec.encode(a, seed=1), codec.encode(b, seed=2)], out, seeds=[1, 2])
@@ -178,7 +181,7 @@ class Codec(ABC):
 
     @property
     def decodes_several(self) -> bool:
-        """Whether :meth:`decode_means` takes as few launches on a GPU for several tensors as for one."""
+        """Whether :meth:`decode_means` needs no more GPU kernel launches for several tensors than for one."""
         return False
 
     def decode_means(
@@ -190,17 +193,17 @@ class Codec(ABC):
         shapes: Sequence[Shape],
         seeds: Sequence[Sequence[int]],
     ) -> None:
-        """:meth:`decode_mean` of several tensors, whose payloads are at these places in each rank's row.
+        """:meth:`decode_mean` for several tensors, whose payloads lie at ``places`` in each rank's row.
 
         Args:
             payloads: (ranks, bytes), uint8.
-            places: one for each tensor, of the length of its payload.
-            outs: flat contiguous float32.
-            shapes: of the tensors.
-            seeds: of each tensor, those of the ranks.
+            places: for each tensor, the bytes of a row that hold its payload.
+            outs: where each mean is written: flat contiguous float32.
+            shapes: the shape of each tensor.
+            seeds: for each tensor, one seed per rank.
 
         Raises:
-            PayloadError: a payload is damaged. Nothing has been written then, where all are decoded at once.
+            PayloadError: a payload is damaged. If all tensors are decoded at once, nothing has been written then.
 
         Example:
             >>> payloads = torch.stack([codec.encode(a, seed=1), codec.encode(b, seed=2)])
@@ -217,7 +220,7 @@ class Codec(ABC):
     def _decode_means(
         self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], shapes: Sequence[Shape]
     ) -> None:
-        """The same at once, of aligned payloads, for codecs that need no seed to decode."""
+        """Implement :meth:`decode_means` in one pass, for aligned payloads and codecs that need no seed to decode."""
         raise NotImplementedError
 
     def encode_compensated(
@@ -231,25 +234,25 @@ class Codec(ABC):
         decay: float = 1.0,
         subtract: bool = False,
     ) -> tuple[bool, Tensor]:
-        """``(x, residual) ← (residual, decay · residual + x)``, and the payload of that sum.
+        """``(x, residual) ← (residual, decay · residual + x)``, then encode that sum.
 
-        This is error feedback's half of encoding, here so that a codec can fuse it into its own pass. ``x`` and
-        ``residual`` are flat contiguous float32; ``x`` is left holding the old residual, so that copying it back undoes
-        the call to the bit.
+        This is the encoding step of error feedback. It is a method of the codec so that a codec can fuse it into its
+        own pass over the data. Afterwards ``x`` holds the old residual: copying it back undoes the call to the bit.
 
         Args:
-            x, residual: see above.
-            shape: that of the tensor.
+            x: the tensor to send, usually a gradient: flat contiguous float32.
+            residual: flat contiguous float32.
+            shape: the shape of the tensor.
             seed, out: as for :meth:`encode`.
-            decay: what is left of the residual.
-            subtract: if all is finite, take from ``residual`` what the payload says, which leaves the codec's error.
+            decay: the factor by which the residual is multiplied first.
+            subtract: if all is finite, subtract the decoded payload from ``residual``, which leaves the codec's error.
 
         Returns:
-            (whether the sum, and what its payload decodes to, is finite; the payload). When not finite the payload is
-            of the right size and meaningless.
+            (whether the sum and the decoded payload are finite; the payload). If they are not finite, the payload has
+            the right size and its content is meaningless.
         """
         if self.fixed_size:
-            out, _ = self._target(out, shape, x.dtype, x.device)  # refuse a wrong one before anything changes
+            out, _ = self._target(out, shape, x.dtype, x.device)  # raises before anything changes
         finite = kernels.compensate(x, residual, decay=decay)
         total = residual.view(dims(shape))
         payload = self.encode(total, seed=seed, out=out)
@@ -261,42 +264,42 @@ class Codec(ABC):
     def is_finite(self, payload: Tensor, shape: Shape) -> bool:
         """Whether the payload of a float32 tensor of this shape decodes to finite numbers.
 
-        It is not where the tensor was not (but ``randomk`` does not see elements that it does not send), nor where
-        finite values left the codec's range.
+        False if the tensor had inf or NaN (but ``randomk`` does not see elements that it does not send), or if finite
+        values left the codec's range.
 
         Raises:
-            PayloadError: a payload that is too short or too long.
+            PayloadError: the payload is too short or too long.
         """
         payload = self._checked(payload, shape, torch.float32)
         return not numel_of(shape) or self._is_finite(payload, shape)
 
     def roundtrip(self, x: Tensor, *, seed: int = 0) -> Tensor:
-        """What arrives when ``x`` is sent: ``decode(encode(x))``, of x's shape and dtype."""
+        """Return what a receiver of ``x`` gets: ``decode(encode(x))``, of the shape and dtype of ``x``."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return self.decode(self.encode(x, seed=seed), out, seed=seed)
 
     def squared_error(self, x: Tensor, *, seed: int = 0) -> float:
-        """``‖x − roundtrip(x)‖²``, summed in float64."""
+        """Return ``‖x − roundtrip(x)‖²``, summed in float64."""
         error = x.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        # Encoded from float32, too: a payload may depend on the dtype.
+        # The float32 copy is encoded, not x: a payload may depend on the dtype.
         self.decode(self.encode(error, seed=seed), error, seed=seed, weight=-1.0, accumulate=True)
         return squared_norm(error)
 
     # ---- what the collectives ask ------------------------------------------------------------------------------------
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype in which payloads may simply be added (so that an all-reduce works on them), or None."""
+        """Return the dtype in which payloads can be added element by element, as an all-reduce does, or None."""
         return None
 
     @property
     def granularity(self) -> int:
-        """Tensors may be cut at multiples of this many elements without changing what a piece decodes to."""
+        """A tensor may be cut at multiples of this many elements without changing what its pieces decode to."""
         return 1
 
     @property
     def means_add_up(self) -> bool:
-        """Whether :meth:`decode_mean` gives the mean of what the payloads decode to, as it usually does; so that the
-        sum of all means is the mean of all sums.
+        """Whether :meth:`decode_mean` returns the mean of the decoded payloads, as for most codecs. Then the sum of all
+        means is the mean of all sums.
         """
         return True
 
@@ -304,11 +307,12 @@ class Codec(ABC):
 
     @property
     def lost_share(self) -> float:
-        """``‖x − C(x)‖² / ‖x‖²`` of normally distributed values, which gradients resemble: measured once.
+        """``‖x − C(x)‖² / ‖x‖²`` for normally distributed values, which gradients resemble; measured once.
 
-        Below 1 the codec is a contraction there, which error feedback needs: a residual e that is sent with a gradient
-        g becomes at most ``lost_share`` · (‖e‖² + ‖g‖²) in the mean, so it stays bounded. From 1 on it may grow from
-        step to step (Karimireddy et al., arXiv 1901.09847, assumption A).
+        Below 1 the codec C is a contraction on such values, as error feedback requires: when a residual e is sent with
+        a gradient g, the squared norm of the new residual is at most ``lost_share`` · (‖e‖² + ‖g‖²) in the mean, so
+        the residual stays bounded. From 1 on, the residual may grow from step to step (Karimireddy et
+        al., arXiv 1901.09847, assumption A).
 
         Example:
             >>> nb.codec("qsgd:bits=4").lost_share < 0.05 < 1 < nb.codec("qsgd:bits=2").lost_share
@@ -317,38 +321,38 @@ class Codec(ABC):
         return _lost_share(self)
 
     def kept_largest(self, shape: Shape) -> int | None:
-        """k, if decoding gives the k largest elements of a tensor unchanged and zeros elsewhere; otherwise None.
+        """Return k if decoding gives the k largest elements of a tensor unchanged and zeros elsewhere; otherwise None.
 
-        A policy then finds the errors of many such codecs from one sorted list, without encoding.
+        From k a policy computes the errors of many such codecs from one sorted list, without encoding.
         """
         return None
 
     @property
     def keeps_elements(self) -> bool:
-        """Whether decoding gives some elements unchanged, and zeros elsewhere: :meth:`elements` then says which."""
+        """Whether decoding gives some elements unchanged and zeros elsewhere; :meth:`elements` then returns those."""
         return False
 
     def elements(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        """The indices that a payload names (int32, ascending), and the values, float32, that arrive there.
+        """Return the indices that a payload names (int32, ascending) and the decoded values there (float32).
 
         Raises:
-            TypeError: the codec keeps something of every element.
+            TypeError: this codec sends something of every element.
         """
         raise TypeError(f"{self} names no elements")
 
     def kept_rank(self, shape: Shape) -> int | None:
-        """r, if decoding gives an approximation of rank r to a matrix of this shape; otherwise None.
+        """Return r if decoding gives an approximation of rank r to a matrix of this shape; otherwise None.
 
-        0 stands for a tensor that is sent as it is. A policy then finds the errors of many such codecs from one list
+        0 means that the tensor is sent as it is. From r a policy computes the errors of many such codecs from one list
         of singular values.
         """
         return None
 
     def variations(self) -> tuple[str, list[float]] | None:
-        """The key that decides how much is sent, and the values around the present one that a policy may try.
+        """Return the key that decides how much is sent, and the values around its present one that a policy may try.
 
-        From half to twice the present value where the key counts bits or ranks; from a tenth to ten times a density.
-        None: the codec has no such key. Values that the codec refuses are skipped.
+        They go from half to twice the present value if the key counts bits or ranks, and from a tenth to ten times for
+        a density. The caller skips values that the codec refuses. None: the codec has no such key.
         """
         return None
 
@@ -356,32 +360,32 @@ class Codec(ABC):
 
     @abstractmethod
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        """``payload_nbytes`` of a tensor that is not empty."""
+        """Return ``payload_nbytes`` for a tensor that is not empty."""
 
     @abstractmethod
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
-        """``dtype`` is that of the tensor the user gave; x is float32 already."""
+        """Write the payload of ``x`` into ``out``. ``x`` is float32; ``dtype`` is that of the caller's tensor."""
 
     @abstractmethod
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
-        """``payload`` has the right length; what it says inside is not to be trusted."""
+        """Decode into ``out``. ``payload`` has the right length; its content is not to be trusted."""
 
     def _decode_mean(
         self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
     ) -> None:
-        """``payloads`` may be a matrix, whose rows are then each in aligned memory."""
+        """Decode the mean into ``out``. ``payloads`` may be a matrix; each of its rows is then in aligned memory."""
         weight = 1.0 / len(seeds)
         for i, (payload, seed) in enumerate(zip(payloads, seeds, strict=True)):
             self._decode(payload, out, shape, dtype, seed, weight, accumulate=i > 0)
 
     @abstractmethod
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
-        """:meth:`is_finite` of a payload that is not empty, of the right length and in aligned memory."""
+        """Implement :meth:`is_finite` for a payload that is not empty, of the right length and in aligned memory."""
 
     def _checked(self, payload: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """The payload, in aligned memory, if it can be one of such a tensor."""
+        """Return the payload in aligned memory; raise PayloadError if it cannot belong to such a tensor."""
         if payload.dtype != torch.uint8 or payload.dim() != 1:
             raise PayloadError(f"a payload is a flat uint8 tensor, not {payload.dtype} of shape {tuple(payload.shape)}")
         self._check_length(payload, shape, dtype)
@@ -390,7 +394,7 @@ class Codec(ABC):
         return payload
 
     def _checked_rows(self, payloads: Tensor, out: Tensor) -> Tensor:
-        """:meth:`_checked` for all rows of a matrix."""
+        """Apply :meth:`_checked` to all rows of a matrix."""
         if payloads.dtype != torch.uint8 or payloads.dim() != 2:
             raise PayloadError(
                 f"payloads are a list, or the rows of a uint8 matrix, not {payloads.dtype} of shape "
@@ -400,7 +404,7 @@ class Codec(ABC):
             self._check_length(row, out.shape, out.dtype)
         along, across = payloads.stride()
         if payloads.data_ptr() % ALIGNMENT or along % ALIGNMENT or across != 1:
-            width = payloads.shape[1]  # of rows that begin aligned
+            width = payloads.shape[1]  # pad the rows, so that each begins aligned
             payloads = torch.nn.functional.pad(payloads, (0, aligned(width) - width))[:, :width]
         return payloads
 
@@ -414,7 +418,7 @@ class Codec(ABC):
     def _target(
         self, out: Tensor | None, shape: Shape, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """(``out``, made if there is none; where to write first: ``out``, or aligned memory to copy from)."""
+        """Return (``out``, allocated if None; the aligned tensor to encode into: ``out``, or one to copy from)."""
         nbytes = self.payload_nbytes(shape, dtype)
         if out is None:
             out = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -438,10 +442,10 @@ class Codec(ABC):
 
 
 class SelectingCodec(Codec):
-    """A codec that sends a selection of elements by magnitude, each with its index.
+    """A codec that selects elements by magnitude and sends each with its index.
 
-    A feedback may then choose the indices itself (``ef-mixed``, ``dgc``), and the other direction of a pipeline's
-    boundary may use them again (``reuse=forward``).
+    With such a codec, a feedback can choose the indices itself (``ef-mixed``, ``dgc``), and the backward direction of a
+    pipeline boundary can reuse those of the forward direction (``reuse=forward``).
 
     Attributes:
         density: the share of elements that is sent.
@@ -451,52 +455,52 @@ class SelectingCodec(Codec):
 
     @abstractmethod
     def rows(self, shape: Shape) -> int:
-        """How many parts of a tensor of this shape are selected from, each by itself and as much."""
+        """Return how many parts a tensor of this shape has; the same number of elements is selected in each."""
 
     @abstractmethod
     def kept(self, shape: Shape) -> int:
-        """How many elements of a tensor of this shape are sent."""
+        """Return how many elements of a tensor of this shape are sent."""
 
     @abstractmethod
     def values_nbytes(self, k: int) -> int:
-        """Bytes of k values, without their indices."""
+        """Return the bytes that k values take, without their indices."""
 
     @abstractmethod
     def largest(self, x: Tensor, shape: Shape, k: int, *, seed: int = 0) -> Tensor:
-        """The indices (int32, ascending, into the flat tensor) of the k elements of largest magnitude in each row.
+        """Return the indices (int32, ascending, into the flat tensor) of the k largest magnitudes in each row.
 
         Args:
             x: flat contiguous float32, not empty.
-            shape: that of the tensor, which says what its :meth:`rows` are.
-            k: how many of each; a codec that samples may find less.
-            seed: of the sample.
+            shape: the shape of the tensor, from which its :meth:`rows` follow.
+            k: how many to select in each row; a codec that samples may find fewer.
+            seed: the seed of the sample.
         """
 
     @abstractmethod
     def pack(self, indices: Tensor, values: Tensor, *, shape: Shape, out: Tensor | None = None) -> Tensor:
-        """The payload of a tensor of this shape that is zero but for these elements.
+        """Return the payload of a tensor of this shape that is zero except for these elements.
 
         Args:
-            indices: int32, ascending, into the flat tensor; at most :meth:`kept` of them, and exactly as many where the
-                codec does not :attr:`take any number <takes_any>`.
-            values: float32, one for each.
+            indices: int32, ascending, into the flat tensor; at most :meth:`kept` of them, and exactly that many unless
+                :attr:`takes_any`.
+            values: float32, one per index.
             out: as for :meth:`encode`.
         """
 
     @property
     def takes_any(self) -> bool:
-        """Whether :meth:`largest` finds any number of elements, and :meth:`pack` takes any; otherwise only as many as
-        :meth:`kept` says.
+        """Whether :meth:`largest` accepts any k, and :meth:`pack` any number of elements up to :meth:`kept`. If False,
+        both take exactly as many as :meth:`kept` returns.
         """
         return True
 
     @property
     def sampled(self) -> bool:
-        """Whether :meth:`largest` goes by a sample, and may find less than it is asked for."""
+        """Whether :meth:`largest` selects by a sample, and may find fewer elements than it is asked for."""
         return False
 
     def rounded(self, values: Tensor) -> Tensor:
-        """What arrives of values that :meth:`pack` writes: ``values`` itself where they travel as they are.
+        """Return ``values`` as they arrive after :meth:`pack`: the same tensor if they are sent as they are.
 
         Args:
             values: float32, flat.
@@ -512,15 +516,15 @@ class SelectingCodec(Codec):
 
     @abstractmethod
     def places(self, payload: Tensor, shape: Shape) -> Tensor:
-        """The indices that a payload names: int32, ascending, into the flat tensor.
+        """Return the indices that a payload names: int32, ascending, into the flat tensor.
 
         Raises:
-            PayloadError: it is none of a tensor of this shape.
+            PayloadError: the payload is not that of a tensor of this shape.
         """
 
     @abstractmethod
     def encode_at(self, x: Tensor, places: Tensor) -> Tensor:
-        """A payload of values alone, :meth:`values_nbytes` long, for a receiver that has their indices.
+        """Return a payload of values alone, :meth:`values_nbytes` long, for a receiver that has their indices.
 
         Args:
             x: float32, float16 or bfloat16, any shape.
@@ -529,36 +533,36 @@ class SelectingCodec(Codec):
 
     @abstractmethod
     def decode_at(self, payload: Tensor, places: Tensor, out: Tensor) -> Tensor:
-        """``out ←`` the values of :meth:`encode_at` at these indices, and zero elsewhere; returns ``out``.
+        """Write the values of :meth:`encode_at` at these indices of ``out``, and zero elsewhere; returns ``out``.
 
         Raises:
-            PayloadError: another number of values. Nothing has been written then.
+            PayloadError: the payload holds another number of values. Nothing has been written then.
         """
 
 
 def around(given: int) -> list[float]:
-    """Whole numbers from half of this one to twice as much."""
+    """Return the whole numbers from half of ``given`` to twice ``given``, at least 1."""
     return [*range(max(1, given // 2), 2 * given + 1)]
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _payload_nbytes(codec: Codec, shape: int | tuple[int, ...], dtype: torch.dtype) -> int:
-    """Asked for several times per tensor and step, and always the same."""
-    # Its own class, whose method it would be, if a cache did not keep every instance of a method alive.
+    """Cache ``payload_nbytes``, which is asked for several times per tensor and step."""
+    # A function and not a method of Codec, because the cache of a method would keep every instance alive.
     return codec._nbytes(shape, dtype) if numel_of(shape) else 0  # noqa: SLF001
 
 
-#: What :attr:`Codec.lost_share` looks at: one matrix, or as many elements as share a scale.
+#: The shape on which :attr:`Codec.lost_share` is measured; more rows if more elements share a scale.
 _NORMAL_SHAPE = (64, 256)
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _lost_share(codec: Codec) -> float:
-    """Measured on the CPU, of one draw."""
+    """Measure :attr:`Codec.lost_share` on the CPU, on one sample."""
     rows, columns = _NORMAL_SHAPE
     rows = max(rows, -(-codec.granularity // columns))
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-    with announced(str(codec)):  # set-up asks for this first of all
+    with announced(str(codec)):  # the first call of set-up that compiles loops
         payload = codec.encode(x, seed=1)
         lost = codec.decode(payload, x.clone(), seed=1, weight=-1.0, accumulate=True)
     return squared_norm(lost) / squared_norm(x)

@@ -1,6 +1,6 @@
-"""Codecs that keep every element: the tensor as it is, or in 16 bits.
+"""Codecs that send every element: the tensor as it is, or cast to 16 bits.
 
-Their payloads can be added element by element, so they travel by all-reduce.
+Their payloads can be added element by element, so an all-reduce can average them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["BF16", "FP16", "Identity"]
 
 
 class _Cast(Codec):
-    """Every element, in one dtype."""
+    """Base of codecs that cast every element to one dtype."""
 
     #: None: the dtype of the tensor itself.
     wire_dtype: ClassVar[torch.dtype | None]

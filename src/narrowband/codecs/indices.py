@@ -1,10 +1,14 @@
-"""How a sparse payload says which elements it holds.
+"""How a sparse payload stores the indices of its elements.
 
-Indices are sorted. They are stored Elias–Fano, which needs k·(2 + ⌈log₂ n/k⌉) bits whatever they are, so the size of a
-payload is known before anything is selected; or, for comparison, as plain 32-bit numbers, or in the format of DGC's
-paper (arXiv 1712.01887, algorithm 1): with each value, 16 bits that say how many zeros lie before it. A run of more
-than 65,535 takes values of zero in between; n elements need at most n / 65,536; how many entries there are stands
-before the runs. At a density of 0.1 % that is 16 bits per index where Elias–Fano has 12.
+Indices are sorted. There are three formats:
+
+* Elias–Fano takes k·(2 + ⌈log₂ n/k⌉) bits whatever the indices are, so the size of a payload is known before anything
+  is selected.
+* Plain 32-bit numbers, for comparison.
+* Runs, the format of the DGC paper (arXiv 1712.01887, algorithm 1), for comparison: 16 bits per value that count the
+  zeros before it. A run of more than 65,535 zeros needs values of zero in between (*stops*); n elements need at most n
+  / 65,536 of them. The number of entries precedes the runs. At a density of 0.1 %, runs take 16 bits per index and
+  Elias–Fano 12.
 """
 
 from __future__ import annotations
@@ -26,24 +30,24 @@ __all__ = [
     "write_runs",
 ]
 
-#: Elements that an entry of 16 bits can lead on: 65,535 zeros and itself.
+#: The most elements that an entry of 16 bits advances by: 65,535 zeros and the element itself.
 _LONGEST_RUN = 1 << 16
 
 
 def index_nbytes(k: int, n: int, indices: str) -> int:
-    """Bytes of the indices of k elements of n."""
+    """Return the bytes that the indices of k of n elements take in the format ``indices``."""
     if indices == "elias-fano":
         return kernels.elias_fano_nbytes(k, n)
     return 4 * k if indices == "int32" else 4 + 2 * entries(k, n, indices)
 
 
 def entries(k: int, n: int, indices: str) -> int:
-    """How many values a payload of k elements has room for."""
+    """Return how many values a payload of k elements has room for."""
     return k + n // _LONGEST_RUN if indices == "runs" else k
 
 
 def write_indices(at: Tensor, n: int, indices: str, out: Tensor) -> None:
-    """Write sorted int32 indices below n, in any format but runs; zeros fill the rest of ``out``."""
+    """Write sorted int32 indices below n, in any format except runs; zeros fill the rest of ``out``."""
     used = index_nbytes(at.numel(), n, indices)
     if indices == "int32":
         out[:used].view(torch.int32).copy_(at)
@@ -53,8 +57,8 @@ def write_indices(at: Tensor, n: int, indices: str, out: Tensor) -> None:
 
 
 def with_stops(at: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same elements, and zeros in between wherever a run would not fit into 16 bits."""
-    gaps = torch.diff(at.long(), prepend=at.new_full((1,), -1))  # one more than the zeros in between
+    """Insert elements of value zero wherever the run before an element would not fit into 16 bits."""
+    gaps = torch.diff(at.long(), prepend=at.new_full((1,), -1))  # the zeros in between, plus one
     stops = (gaps - 1) // _LONGEST_RUN
     if not bool(stops.any()):
         return at, values
@@ -68,25 +72,25 @@ def with_stops(at: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def without_stops(at: Tensor, values: Tensor, k: int, *, fewer: bool) -> tuple[Tensor, Tensor]:
-    """What :func:`with_stops` was given.
+    """Undo :func:`with_stops`.
 
-    An element of value zero that ends a longest run looks like a stop, so their number decides.
+    An element of value zero that ends a run of the longest length looks like a stop, so the number of stops decides.
 
     Args:
-        at: what :func:`read_runs` has read.
-        values: one for each.
+        at: the indices that :func:`read_runs` returned.
+        values: one per index.
         k: how many elements there were.
-        fewer: whether there may have been less; then one that is zero counts as a stop where it looks like one.
+        fewer: whether there may have been fewer than k; then every element that looks like a stop counts as one.
     """
     longest = torch.diff(at, prepend=at.new_full((1,), -1)) == _LONGEST_RUN
-    stops = longest & ~(values.abs() > 0.0)  # a zero of a group that is not finite comes back as NaN
+    stops = longest & ~(values.abs() > 0.0)  # NaN: a zero in a group that is not finite
     if not fewer:
         stops &= torch.cumsum(stops, 0) <= at.numel() - k
     return at[~stops], values[~stops]
 
 
 def write_runs(at: Tensor, out: Tensor) -> None:
-    """Write the zeros before each of these indices, none of which are too many; zeros fill the rest of ``out``."""
+    """Write the number of zeros before each of these indices, none above 65,535; zeros fill the rest of ``out``."""
     number = at.numel()
     runs = torch.diff(at.long(), prepend=at.new_full((1,), -1)) - 1
     out.zero_()
@@ -95,10 +99,10 @@ def write_runs(at: Tensor, out: Tensor) -> None:
 
 
 def read_runs(payload: Tensor, n: int) -> Tensor:
-    """The indices (int32) that :func:`write_runs` wrote.
+    """Return the indices (int32) that :func:`write_runs` wrote.
 
     Raises:
-        PayloadError: more runs than there is room for, or runs that lead out of a tensor of n elements.
+        PayloadError: there are more runs than the payload has room for, or they lead out of a tensor of n elements.
     """
     room, number = (payload.numel() - 4) // 2, int(payload[:4].view(torch.int32)[0])
     if not 0 <= number <= room:
@@ -111,10 +115,10 @@ def read_runs(payload: Tensor, n: int) -> Tensor:
 
 
 def read_indices(payload: Tensor, k: int, n: int, indices: str) -> Tensor:
-    """The k indices (int32) below n that :func:`write_indices` wrote.
+    """Return the k indices (int32) below n that :func:`write_indices` wrote.
 
     Raises:
-        PayloadError: they are not sorted, or not below n.
+        PayloadError: the indices are not sorted, or not below n.
     """
     used = index_nbytes(k, n, indices)
     if indices == "int32":

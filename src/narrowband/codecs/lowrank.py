@@ -1,7 +1,8 @@
-"""A codec that keeps a matrix of low rank: the two factors that one round of power iteration finds.
+"""A codec that sends a low-rank approximation of a matrix: two factors, found by power iteration (one round by
+default).
 
-A tensor of shape (n, …) is taken as a matrix of n rows and m columns. What is too small for two factors to be fewer
-bytes than the matrix itself (vectors above all) is kept as it is.
+A tensor of shape (n, …) is taken as a matrix of n rows and m columns. A tensor is sent as it is if its two factors
+would take no fewer bytes than the matrix itself (all vectors are).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _NEW_TENSORS_AT = 64
 
 
 def factors(shape: Shape, rank: int, min_ratio: float = 1.0) -> tuple[int, int, int]:
-    """(n, m, r): rows, columns, and the rank that a tensor of this shape can use; r = 0 where it is kept as it is.
+    """Return (n, m, r): rows, columns, and the rank used for a tensor of this shape; r = 0 if it is sent as it is.
 
-    A rank above min(n, m) is cut to that. A matrix is kept as it is unless it is more than ``min_ratio`` times as large
-    as its factors.
+    The rank is at most min(n, m). A matrix is sent as it is unless it is more than ``min_ratio`` times as large as its
+    factors.
     """
     sizes = dims(shape)
     n = sizes[0] if sizes else 1
@@ -40,7 +41,7 @@ def factors(shape: Shape, rank: int, min_ratio: float = 1.0) -> tuple[int, int, 
 
 
 def start(m: int, r: int, seed: int, device: torch.device) -> Tensor:
-    """The r × m normal numbers that power iteration starts with; the same on every device."""
+    """Return the r × m normally distributed numbers that power iteration starts with; the same on every device."""
     generator = torch.Generator().manual_seed(seed & (2**64 - 1))
     return torch.randn(r, m, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
@@ -49,8 +50,9 @@ def start(m: int, r: int, seed: int, device: torch.device) -> Tensor:
 class LowRank(Codec):
     """Two factors of low rank per matrix, by power iteration (Vogels et al., arXiv 1905.13727). Use with ``+ef``.
 
-    P = orthogonalized M·Q for a random Q, then Q = Mᵀ·P; what arrives is P·Qᵀ, the projection of M on the columns of P.
-    The payload holds both factors column by column: products of matrices that lie so are several times faster.
+    P = orthogonalized M·Q for a random Q, then Q = Mᵀ·P; the decoded matrix is P·Qᵀ, the projection of M on the
+    columns of P. The payload holds both factors column by column, because products of matrices in this layout are
+    several times faster.
 
     Args:
         rank: columns of the two factors.
@@ -88,7 +90,7 @@ class LowRank(Codec):
         if not r:
             values.copy_(x)
             return
-        # The last bits of a matrix product depend on where its operands lie, so they lie where all new tensors do.
+        # The last bits of a matrix product depend on the alignment of its operands, so align them like new tensors.
         matrix = (x if x.data_ptr() % _NEW_TENSORS_AT == 0 else x.clone()).view(n, m)
         q = start(m, r, seed, x.device)
         for _ in range(self.iterations):

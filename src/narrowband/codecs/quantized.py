@@ -1,8 +1,8 @@
 """Codecs that keep a few bits of every element: uniform, QSGD, sign.
 
-All three cut the tensor into groups, give each group a step of its own, and store one small code per element; they
-differ in how the step is found and how a code is rounded. The loops and the payload format are in
-:mod:`narrowband.kernels`.
+All three cut the tensor into groups, give each group its own step, and store one small code per element. They differ in
+how the step is computed and how a code is rounded. The loops and the payload format are in
+:mod:`narrowband.kernels.quantized`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["QSGD", "Sign", "Uniform"]
 
-#: Groups up to this long: a group is handled by one thread and its codes should stay in its L2. Who asks for
-#: ``scope=tensor`` puts up with less.
+#: The largest group: one thread handles a group, and its codes should stay in that core's L2 cache. Groups of
+#: ``scope=tensor`` may be larger, and slower.
 MAX_GROUP = 1 << 20
 
 
 @dataclass(frozen=True)
 class _Grouping:
-    """What the kernels need to know of a codec of this family."""
+    """The arguments by which a codec of this family calls the kernels."""
 
     bits: int
     group: int
@@ -42,13 +42,13 @@ class _Grouping:
 
 
 class GroupedCodec(Codec):
-    """A code of a few bits per element, and a header per group."""
+    """Base of codecs that store a code of a few bits per element, and a header per group."""
 
     requantizes = True
 
     @abstractmethod
     def _grouping(self, numel: int) -> _Grouping:
-        """Of a tensor of so many elements, at least one."""
+        """Return the grouping of a tensor of ``numel`` ≥ 1 elements."""
 
     @property
     def granularity(self) -> int:
@@ -64,7 +64,7 @@ class GroupedCodec(Codec):
         return aligned(self._header_nbytes(numel) + kernels.packed_nbytes(numel, g.bits, g.group))
 
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
-        """A span, a norm or a level may leave float32 where no element does."""
+        """Check the header: a span, a norm or a level may exceed float32 although no element does."""
         numel = numel_of(shape)
         g, header = self._grouping(numel), payload[: self._header_nbytes(numel)].view(torch.float32)
         return kernels.holds(kernels.levels_are_finite(header, bits=g.bits, scale=g.scale))
@@ -95,17 +95,18 @@ class GroupedCodec(Codec):
         residuals: Sequence[Tensor] = (),
         decay: float = 1.0,
     ) -> bool:
-        """:meth:`encode` of several tensors, or :meth:`encode_compensated` with ``subtract`` where there are residuals:
-        as few launches on a GPU as of one.
+        """Encode several tensors with no more GPU kernel launches than one takes.
+
+        Without residuals this is :meth:`encode`, with residuals :meth:`encode_compensated` with ``subtract``.
 
         Args:
             xs: flat contiguous float32, not empty.
-            outs: where payloads go.
-            seeds: one for each.
-            residuals, decay: as :meth:`encode_compensated` has them.
+            outs: where the payloads are written.
+            seeds: one per tensor.
+            residuals, decay: as for :meth:`encode_compensated`.
 
         Returns:
-            Whether all is finite, or True where that is noted (:class:`~narrowband.kernels.Findings`).
+            Whether all is finite; or True, while :class:`~narrowband.kernels.Findings` note that on the device.
         """
         g = self._grouping(1)
         return kernels.quantize_all(
@@ -138,11 +139,11 @@ class Uniform(GroupedCodec):
         group: elements that share a smallest and a largest value; each group costs 8 bytes (symmetric: 4).
         rounding: ``nearest``, or ``stochastic`` (unbiased).
         symmetric: levels around zero, up to the group's largest magnitude; zero is kept exactly.
-        scope: ``group``, or ``tensor``: all of a tensor is one group, however large, as in Rudakov et al. (arXiv
-            2401.07788). One outlier is then enough to make the levels coarse for all; and one thread does the work.
+        scope: ``group``, or ``tensor``: the whole tensor is one group, however large, as in Rudakov et al. (arXiv
+            2401.07788). A single outlier then makes the levels coarse for all elements, and one thread does the work.
 
     Example:
-        >>> nb.codec("uniform:bits=8").payload_nbytes((1000, 1000))  # 8 bits each, and 8 bytes for 128
+        >>> nb.codec("uniform:bits=8").payload_nbytes((1000, 1000))  # 8 bits each, and 8 bytes per group of 128
         1062504
     """
 
@@ -183,7 +184,7 @@ class QSGD(GroupedCodec):
         norm: ``max`` (smaller error) or ``l2`` (the paper's analysis).
 
     Example:
-        >>> nb.codec("qsgd:bits=4").payload_nbytes((1000, 1000))  # 4 bits each, and 4 bytes for 128
+        >>> nb.codec("qsgd:bits=4").payload_nbytes((1000, 1000))  # 4 bits each, and 4 bytes per bucket of 128
         531252
     """
 

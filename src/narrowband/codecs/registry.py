@@ -1,8 +1,8 @@
-"""The names that spec strings may use: those of narrowband, and those that other packages bring.
+"""The names that spec strings may use: narrowband's own, and those that other packages provide.
 
-A class is registered by a call (``nb.register_codec``), or by an entry point of an installed package. Entry points are
-read when a spec string holds a name that is not registered yet, and when all names are listed. A package that fails to
-load does not disturb the others: a warning names it, and so does the error of a spec string that needs it.
+A class is registered by a call (``nb.register_codec``) or by an entry point of an installed package. Entry points are
+read when a spec string has a name that is not registered yet, and when all names are listed. A package that fails to
+load does not affect the others: a warning names it, and so does the error for a spec string that needs it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("narrowband")
 
 T = TypeVar("T")
 
-#: What a name may be, so that a spec string can be read.
+#: The names that can be parsed in a spec string.
 _NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 
 
@@ -32,9 +32,9 @@ class Registry(Generic[T]):
 
     Args:
         what: the word for them in messages ("codec").
-        group: the entry points' group.
-        base: the class that they derive from.
-        kinds: those that narrowband has itself, in the order of the documentation.
+        group: the group of entry points to read.
+        base: the class that all registered classes derive from.
+        kinds: narrowband's own classes, in the order of the documentation.
     """
 
     def __init__(self, what: str, group: str, base: type[T], kinds: Iterable[type[T]]) -> None:
@@ -51,10 +51,10 @@ class Registry(Generic[T]):
         """Let spec strings use ``kind.name``; returns ``kind``, so it can be a decorator.
 
         Raises:
-            TypeError: no dataclass, or not derived from the base class.
-            ValueError: no name, one that a spec string cannot hold, or one that another class has.
+            TypeError: ``kind`` is not a dataclass, or does not derive from the base class.
+            ValueError: ``kind`` has no name, a name that a spec string cannot hold, or the name of another class.
         """
-        candidate: Any = kind  # of another package, which nobody may have checked
+        candidate: Any = kind  # may come from another package, with types unchecked
         if not (isinstance(candidate, type) and issubclass(candidate, self._base) and is_dataclass(candidate)):
             raise TypeError(f"a {self._what} is a dataclass that derives from {self._base.__name__}, not {kind!r}")
         name: Any = getattr(kind, "name", None)
@@ -73,15 +73,15 @@ class Registry(Generic[T]):
         return kind
 
     def all(self) -> dict[str, type[T]]:
-        """Every class by its name: narrowband's own first, then others in the order in which they were registered."""
+        """Return every class by its name: narrowband's own first, then others in the order of registration."""
         self._load()
         return dict(self._kinds)
 
     def find(self, name: str) -> type[T] | None:
-        """The class of this name, or None.
+        """Return the class of this name, or None.
 
         Raises:
-            ValueError: an installed package brings one, and it could not be loaded.
+            ValueError: an installed package provides a class of this name, but it could not be loaded.
         """
         if name not in self._kinds:
             self._load()
@@ -90,7 +90,7 @@ class Registry(Generic[T]):
         return self._kinds.get(name)
 
     def _load(self) -> None:
-        """Register what installed packages bring."""
+        """Register the classes that installed packages provide, once."""
         with self._lock:
             if self._loaded:
                 return

@@ -1,4 +1,4 @@
-"""Codecs that keep a few elements: top-k, threshold, random-k.
+"""Codecs that send a few elements of a tensor: top-k, threshold, random-k.
 
 A payload holds the kept values, then their indices (see :mod:`~narrowband.codecs.indices`).
 """
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RandomK", "Threshold", "TopK", "check_numel"]
 
-#: Indices are 32-bit.
+#: The most elements that signed 32-bit indices can address.
 MAX_NUMEL = 2**31 - 1
 
-#: How values are kept in 8 bits: the largest magnitude of every 256 kept values sets their step.
+#: How values are encoded in 8 bits: the largest magnitude of every 256 kept values sets their step.
 _INT8 = Uniform(bits=8, group=256, symmetric=True)
-#: How they are kept in fewer: bits of each, and how many share their levels.
+#: How values are encoded in fewer bits: bits per value, and how many values share their levels.
 _LEVEL_BITS = {"int4": 4, "int2": 2}
 _LEVEL_GROUP = 256
 _FP16_MAX = 65504.0
@@ -47,7 +47,7 @@ _FP32_TINY, _FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float
 
 
 def kept(density: float, numel: int) -> int:
-    """How many of ``numel`` elements a density keeps: rounded, and at least one."""
+    """Return how many of ``numel`` elements a density keeps: ``density * numel`` rounded, and at least one."""
     return min(numel, max(1, int(density * numel + 0.5)))
 
 
@@ -57,7 +57,7 @@ def _check_density(name: str, density: float) -> None:
 
 
 def check_numel(numel: int) -> int:
-    """This number of elements, if 32 bits can index them.
+    """Return ``numel`` if 32 bits can index so many elements.
 
     Raises:
         ValueError: they cannot.
@@ -74,7 +74,7 @@ def _scatter(out: Tensor, at: Tensor, values: Tensor, weight: float, accumulate:
 
 
 def _mean_of_senders(out: Tensor, received: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Each element's sum over the number of those whose value of it is not zero."""
+    """Write into ``out`` each element's sum over the ranks, divided by the number of nonzero values sent for it."""
     kernels.sparse_sum(out, received, 1.0)
     senders = torch.zeros_like(out)
     for at, values in received:
@@ -89,16 +89,18 @@ class TopK(SelectingCodec):
     Args:
         density: the share of elements that is kept.
         select: ``exact``, or ``sampled``: by a threshold from a sample (DGC, arXiv 1712.01887, section 3), which
-            may keep a few less than k and never looks at the tensor twice.
-        scope: ``tensor``, or ``sample``: k of each slice along the first dimension, so that no sample is silenced.
+            may keep slightly fewer than k elements, but never needs a second pass over the tensor.
+        scope: ``tensor``, or ``sample``: the k largest of each slice along the first dimension, so that every sample
+            sends something.
         values: ``fp32``, ``fp16`` (clamped to ±65,504), ``int8`` (in steps of 1/127 of the largest of 256), or ``int4``
-            and ``int2``: a sign, and one of 8 or 2 magnitudes that 256 of them have of their own.
-        indices: ``elias-fano``, plain ``int32``, or ``runs``: how many zeros lie in between, in 16 bits.
-        tile: such as ``64x64``: the largest of each tile of so many rows and columns, so that no part of a matrix is
-            silenced (SparseLoCo, arXiv 2508.15706); a vector is cut into pieces as long as a tile is large.
-        mean: over all ``ranks``; or, element by element, over its ``senders``: those that kept it. Where hardly any two
-            ranks keep the same elements, the mean over all is a step as short as 1/N of what was sent, and their sum is
-            N times too long where all do; over its senders each element goes as far as it is known to.
+            and ``int2``: a sign, and one of 8 or 2 magnitudes that each group of 256 values has of its own.
+        indices: ``elias-fano``, plain ``int32``, or ``runs``: the number of zeros before each value, in 16 bits.
+        tile: such as ``64x64``: select the largest of each tile of so many rows and columns, so that every part of a
+            matrix sends something (SparseLoCo, arXiv 2508.15706). A vector is cut into pieces as long as a tile is
+            large.
+        mean: divide each element's sum by the number of all ``ranks``, or of its ``senders``: the ranks that kept it.
+            If hardly any two of N ranks keep the same elements, the mean over all ranks is only 1/N of what each sent;
+            if all ranks keep the same elements, the plain sum is N times too large. The mean over senders is neither.
 
     Example:
         >>> nb.codec("topk:density=0.5").roundtrip(torch.tensor([3.0, -1.0, 0.5, -4.0]), seed=0)
@@ -219,7 +221,7 @@ class TopK(SelectingCodec):
 
     def encode_at(self, x: Tensor, places: Tensor) -> Tensor:
         values = x.detach().reshape(-1).index_select(0, places).float()
-        if places.numel() > 1:  # sampled selection fills up with the last place, which is to be said once
+        if places.numel() > 1:  # sampled selection repeats the last place, whose value is sent once
             values[1:].masked_fill_(places[1:] == places[:-1], 0.0)
         out = torch.empty(self.values_nbytes(places.numel()), dtype=torch.uint8, device=x.device)
         self._write_values(values, out)
@@ -274,7 +276,7 @@ class TopK(SelectingCodec):
         return finite, out
 
     def _write(self, at: Tensor, values: Tensor, shape: Shape, out: Tensor) -> None:
-        """A payload of these elements."""
+        """Write the payload of these elements into ``out``."""
         (k, cut), n = _layout(self, dims(shape)), numel_of(shape)
         if self.indices == "runs":
             at, values = with_stops(at, values)
@@ -293,7 +295,7 @@ class TopK(SelectingCodec):
         elif self.values in _LEVEL_BITS:
             kernels.levels_encode(values, head, bits=_LEVEL_BITS[self.values], group=_LEVEL_GROUP)
         else:
-            # Saturate: with error feedback the rest is sent later. Inf and NaN go on as they are.
+            # Saturate: error feedback sends the rest later. Inf and NaN stay as they are.
             k = values.numel()
             values = torch.where(values.isfinite(), values.clamp(-_FP16_MAX, _FP16_MAX), values)
             head.view(torch.float16)[:k].copy_(values)
@@ -342,7 +344,7 @@ class TopK(SelectingCodec):
         kernels.sparse_sum_all(outs, payloads, begins, ks, 1.0 / payloads.shape[0])
 
     def _read(self, payload: Tensor, shape: Shape, n: int) -> tuple[Tensor, Tensor]:
-        """The indices and the values that a payload holds."""
+        """Return the indices and the values that a payload holds."""
         k, cut = _layout(self, dims(shape))
         if self.indices == "runs":
             at = read_runs(payload[cut : cut + index_nbytes(k, n, self.indices)], n)
@@ -352,13 +354,13 @@ class TopK(SelectingCodec):
 
 @functools.lru_cache(maxsize=1 << 14)
 def _layout(codec: TopK, shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many elements are kept, and how many bytes their values take."""
+    """Return how many elements a payload keeps, and how many bytes their values take."""
     k = codec.kept(shape)
     return k, codec.values_nbytes(entries(k, numel_of(shape), codec.indices))
 
 
 def _padded(at: Tensor, values: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
-    """Sampled selection may find less than k: the rest repeats the last element, and goes with a value of zero."""
+    """Fill up to k elements with the last index, n − 1, and value zero: sampled selection may find fewer than k."""
     lacking = k - at.numel()
     if not lacking:
         return at, values
@@ -369,7 +371,7 @@ def _padded(at: Tensor, values: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]
 class Threshold(Codec):
     """Every element of at least a given magnitude, in float32 (Sahu et al., arXiv 2108.00951). Use with ``+ef``.
 
-    How many there are depends on the data, so ``payload_nbytes`` is the capacity: what the longest payload needs.
+    How many there are depends on the data, so ``payload_nbytes`` is the capacity: the size of the longest payload.
 
     Args:
         value: the smallest magnitude that is kept.
@@ -395,12 +397,13 @@ class Threshold(Codec):
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         n = check_numel(numel_of(shape))
-        # Keeping all is the most values; keeping all but one costs a value less and a low bit per index more.
+        # Keeping all elements takes the most values; keeping all but one saves a value, but costs one more low bit per
+        # index.
         return max(self._nbytes_kept(n, n), self._nbytes_kept(n - 1, n))
 
     def encode(self, x: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
-        """The payload of ``x``, as long as it needs to be; ``out`` must hold the capacity, and a prefix of it
-        returns.
+        """Return the payload of ``x``, as long as its data needs. ``out`` must hold the capacity; the payload is then a
+        prefix of ``out``.
         """
         self._check_dtype(x)
         n = check_numel(x.numel())
@@ -455,7 +458,7 @@ class Threshold(Codec):
         kernels.sparse_sum(out, [self._read(p, out.numel()) for p in payloads], 1.0 / len(seeds))
 
     def _read(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """The indices and the values that a payload holds."""
+        """Return the indices and the values that a payload holds."""
         k = self._count(payload)
         at = read_indices(payload[4 + 4 * k :], k, n, "elias-fano")
         return at, payload[4 : 4 + 4 * k].view(torch.float32)
@@ -465,8 +468,9 @@ class Threshold(Codec):
 class RandomK(Codec):
     """Elements at random places that both sides derive from the seed, so that only values travel. Use with ``+ef``.
 
-    One element from each of k equal stretches (after Stich et al., arXiv 1809.07599). All ranks pick the same places,
-    so payloads can be added by an all-reduce. Nothing is scaled up for what is left out.
+    The tensor is cut into k equal stretches, and one element of each is sent (after Stich et al., arXiv 1809.07599).
+    All ranks pick the same places, so an all-reduce can add their payloads. Values are not scaled up to make up for the
+    elements that are left out.
 
     Args:
         density: the share of elements that is kept.

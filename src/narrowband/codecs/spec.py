@@ -1,4 +1,4 @@
-"""Spec strings: the human name of a codec, the same in code, on the command line, in plots and in checkpoints.
+"""Spec strings: the readable name of a codec, the same in code, on the command line, in plots and in checkpoints.
 
 ``name[:key=value,…]`` — for instance ``topk:density=0.01``, ``qsgd:bits=4,bucket=512``, ``none``. Keys are the fields
 of the dataclass that the name stands for; ``str(codec)`` writes the canonical form, and :func:`parse_term` reads it
@@ -30,15 +30,15 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def name_of(text: object) -> str:
-    """The name that a term begins with; empty for what is no string."""
+    """Return the name at the beginning of a term; empty if ``text`` is not a string."""
     return text.strip().partition(":")[0] if isinstance(text, str) else ""
 
 
 def check_plus(spec: str) -> None:
-    """A plus sign begins a feedback, and is none of a number such as ``1e+3``.
+    """Check that a plus sign begins a feedback, and does not belong to a number such as ``1e+3``.
 
     Raises:
-        ValueError: it is; the message has the spec without it.
+        ValueError: the plus sign belongs to a number; the message has the spec without it.
     """
     text, _, feedback = spec.partition("+")
     power = re.match(r"\d+", feedback)
@@ -50,14 +50,15 @@ def check_plus(spec: str) -> None:
 
 
 def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
-    """The dataclass that ``text`` names.
+    """Return the dataclass instance that ``text`` describes.
 
     Args:
         text: ``name[:key=value,…]``.
-        kinds: the names there are.
-        what: the word for them in an error ("codec").
+        kinds: the known classes by name.
+        what: the word for these classes in an error ("codec").
 
     Raises:
+        TypeError: ``text`` is not a string.
         ValueError: an unknown name or key (with the nearest match and what exists), or a value that does not fit.
 
     Example:
@@ -127,18 +128,18 @@ def _example(kinds: Mapping[str, Any]) -> str:
 
 
 def keys_of(term: object) -> list[Field[Any]]:
-    """The fields of a dataclass (or of its instance) that a spec string may set."""
+    """Return the fields of a dataclass (or of its instance) that a spec string may set."""
     return [f for f in fields(term) if f.init]  # type: ignore[arg-type]
 
 
 def check_keys(term: object) -> None:
-    """Give every key the very type of its annotation, so that ``str(codec)`` reads back as the same codec.
+    """Convert every key to the exact type of its annotation, so that ``str(codec)`` reads back as the same codec.
 
-    A NumPy number becomes Python's own, and a whole number a float where a float belongs.
+    A NumPy number becomes a Python number, and a whole number becomes a float where the annotation is float.
 
     Raises:
-        TypeError: a value of another type.
-        ValueError: a word that is none of those a key takes.
+        TypeError: a value has another type.
+        ValueError: a word is not one of those that its key takes.
     """
     hints = _hints(type(term))  # type: ignore[arg-type]
     for f in keys_of(term):
@@ -157,14 +158,14 @@ def check_keys(term: object) -> None:
             raise TypeError(f"{where} is not {'a whole number' if hint is int else 'a number'}")
         else:
             try:
-                object.__setattr__(term, f.name, hint(value))  # frozen: this is part of making it
+                object.__setattr__(term, f.name, hint(value))  # the dataclass is frozen; this is part of its __init__
             except OverflowError:
                 raise ValueError(f"{where} is more than a float can say") from None
 
 
 def format_term(term: object) -> str:
-    """The canonical ``name:key=value,…`` of a codec or feedback: its required keys, and what differs from the
-    default.
+    """Return the canonical ``name:key=value,…`` of a codec or feedback: its required keys, and those that differ from
+    their default.
     """
     pairs = [
         f"{f.name}={_format_value(value)}"
@@ -178,5 +179,5 @@ def format_term(term: object) -> str:
 def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    # 1e+30 is written 1e30: behind a plus sign stands a feedback
+    # 1e+30 is written 1e30, because a plus sign begins a feedback
     return repr(value).replace("+", "") if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
-"""Tiles of a matrix, in each of which a codec selects by itself.
+"""Tiles of a matrix; a codec selects elements in each tile by itself.
 
-A tensor with more than two dimensions is a matrix of its first by all others; a vector is cut into pieces as long as a
-tile is large. Tiles at the right and lower edges may be smaller.
+A tensor of more than two dimensions is taken as a matrix: its first dimension by all others. A vector is cut into
+pieces of as many elements as a tile has. Tiles at the right and lower edges may be smaller.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Region", "regions", "select_in_tiles", "tile_of"]
 
 
 class Region(NamedTuple):
-    """Tiles of one size, that fill a rectangle of a matrix.
+    """Tiles of one size that fill a rectangle of a matrix.
 
     Attributes:
         top: first row of the rectangle.
-        left: its first column.
-        down: how many tiles lie below each other.
-        across: how many lie side by side.
+        left: first column of the rectangle.
+        down: number of rows of tiles.
+        across: number of columns of tiles.
         height: rows of a tile.
         width: columns of a tile.
     """
@@ -43,20 +43,20 @@ class Region(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """How many there are."""
+        """Number of tiles."""
         return self.down * self.across
 
     @property
     def numel(self) -> int:
-        """Elements of each."""
+        """Elements of a tile."""
         return self.height * self.width
 
 
 def tile_of(text: str) -> tuple[int, int]:
-    """The sides that ``"64x64"`` says.
+    """Return (rows, columns) of a tile given as ``"64x64"``.
 
     Raises:
-        ValueError: it says none.
+        ValueError: ``text`` has another form.
     """
     found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)
     if found is None:
@@ -66,7 +66,9 @@ def tile_of(text: str) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def regions(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[tuple[int, int], tuple[Region, ...]]:
-    """The sides of the matrix that a tensor of this shape is, and its tiles: whole ones, and those at its edges."""
+    """Return the (rows, columns) of the matrix that a tensor of this shape is, and its regions: the whole tiles, and
+    those at its edges.
+    """
     height, width = tile
     if len(shape) < 2:
         height, width = 1, height * width
@@ -79,19 +81,19 @@ def regions(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[tuple[int, i
 
 
 def _along(side: int, size: int) -> list[tuple[int, int, int]]:
-    """(where they begin, how many, how long): whole pieces of a side, and what is left of it."""
+    """Return (begin, number, length) of the whole pieces of a side, and of the shorter piece that is left."""
     whole, rest = divmod(side, size)
     return [(0, whole, size)] * (whole > 0) + [(whole * size, 1, rest)] * (rest > 0)
 
 
 def select_in_tiles(x: Tensor, shape: tuple[int, ...], tile: tuple[int, int], number: Callable[[int], int]) -> Tensor:
-    """The indices (int32, ascending, into the flat tensor) of the elements of largest magnitude in each tile.
+    """Return the indices (int32, ascending, into the flat tensor) of the largest magnitudes in each tile.
 
     Args:
         x: flat contiguous float32, not empty.
-        shape: that of the tensor.
-        tile: rows and columns.
-        number: how many to take of a tile of so many elements.
+        shape: the shape of the tensor.
+        tile: rows and columns of a tile.
+        number: how many elements to select in a tile, given the number of its elements.
     """
     sides, parts = regions(shape, tile)
     matrix = x.view(sides)
