@@ -1,19 +1,19 @@
-"""Hot loops, by family, and the choice of the backend that runs them.
+"""Hot loops, grouped in families, and the choice of the backend that runs them.
 
-A family of loops has one file name in every folder. ``quantized.py`` holds the public functions with their shapes and
-the payload's format, ``reference/quantized.py`` what they mean in plain torch, on any device, and ``cpu/quantized.py``
-the fast loops for CPU, in Numba. A public function picks the backend by the device of its first tensor
-(``backends.py``). A backend takes the loops that it lacks from the reference. All backends produce the same bytes from
-the same input and seed (stochastic rounding may differ by one quantization level where fp32 sums are ordered
-differently).
+A family of loops has the same file name in every folder. ``quantized.py`` has the public functions, their shapes and
+the payload format; ``reference/quantized.py`` defines the functions in plain torch, for any device;
+``cpu/quantized.py`` has the fast loops for CPU, in Numba; ``cuda/quantized.py`` those for GPU, in Triton. A public
+function picks the backend by the device of its first tensor (``backends.py``). A backend takes loops that it lacks from
+the reference. All backends produce the same bytes from the same input and seed (stochastic rounding may differ by one
+quantization level where fp32 sums are ordered differently).
 
-Everything below works on flat, contiguous tensors: values are float32, payloads uint8, indices int32 and sorted
-ascending. Callers (``narrowband.codecs``) flatten, convert and check sizes; kernels trust their shapes and check only
-what comes from a wire. The loops of saved activations (rows, masks) also take bfloat16 and any shape, and read a
-contiguous tensor in memory order; bfloat16 is widened to float32 exactly, and float32 rounded to it to nearest, ties to
-even.
+All functions take flat, contiguous tensors: values are float32, payloads uint8, indices int32 and sorted ascending.
+Callers (``narrowband.codecs``) flatten, convert and check sizes. Kernels trust the shapes, and check only the content
+of payloads that another rank sent. The loops for saved activations (rows, masks) also take bfloat16 and any shape, and
+read a contiguous tensor in memory order. They widen bfloat16 to float32 exactly, and round float32 to bfloat16 to
+nearest, ties to even.
 
-**Random numbers** are a counter-based hash, so they depend on (seed, element index) and on nothing else::
+**Random numbers** come from a counter-based hash, so they depend on (seed, element index) and on nothing else::
 
     mix(h)       = h ^= h >> 16; h *= 0x7feb352d; h ^= h >> 15; h *= 0x846ca68b; h ^= h >> 16      (uint32, wrapping)
     fold(seed)   = mix(low 32 bits of seed) + 0x9e3779b9 * mix(high 32 bits of seed) + 0x85ebca6b   (uint32, wrapping)

@@ -1,8 +1,8 @@
 """Backends: tables of loops, and the choice of one by a tensor's device.
 
-A backend is a package beside ``reference``, with a file for each family. A loop of the reference is in ``__all__`` of
-its family's file there; a backend that has it, has it under the same name in the file of the same name. Its table takes
-every other one from the reference. So a new backend can grow one loop at a time.
+A backend is a package beside ``reference``, with a file for each family. The file of a family in ``reference`` lists
+its loops in ``__all__``. A backend overrides a loop by a function of the same name in the file of the same name; its
+table takes every other loop from the reference. So a new backend can grow one loop at a time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "backend_for", "backend_of", "choose_anew", "fuses"]
 
-#: The package of loops for tensors of a device type. All others run the reference.
+#: The package of loops for each device type. All other device types run the reference.
 PACKAGES = {"cpu": "narrowband.kernels.cpu", "cuda": "narrowband.kernels.cuda"}
 
 _REFERENCE = "narrowband.kernels.reference"
 
-#: The first GPUs that Triton compiles for, by compute capability.
+#: The lowest compute capability whose GPUs run the Triton loops.
 _CAPABLE = (8, 0)
 
 
@@ -34,7 +34,7 @@ class Backend:
 
     Attributes:
         name: The package's last name, such as ``"cpu"`` or ``"reference"``.
-        FUSES: As :func:`fuses`.
+        FUSES: See :func:`fuses`.
     """
 
     def __init__(self, package: str) -> None:
@@ -44,7 +44,7 @@ class Backend:
         for family in families:
             plain = import_module(f"{_REFERENCE}.{family}")
             own = import_module(f"{package}.{family}") if family in own_families else plain
-            for loop in getattr(plain, "__all__", ()):  # what families share has none
+            for loop in getattr(plain, "__all__", ()):  # files that families share have no __all__
                 setattr(self, loop, getattr(own, loop, getattr(plain, loop)))
 
     if TYPE_CHECKING:
@@ -61,10 +61,10 @@ _chosen: dict[str, Backend] = {}  # by device type
 
 
 def backend_for(device_type: str) -> Backend:
-    """The table of loops for tensors of this device type.
+    """Return the table of loops for tensors of this device type.
 
-    ``NARROWBAND_KERNELS=reference`` forces plain torch everywhere, to find out whether a fast loop is at fault. It is
-    read when a device type is first used.
+    ``NARROWBAND_KERNELS=reference`` forces plain torch everywhere, to find out whether a fast loop is at fault. The
+    variable is read when a device type is first used.
     """
     package = PACKAGES.get(device_type, _REFERENCE)
     if device_type == "cuda" and not _has_triton():
@@ -77,14 +77,14 @@ def backend_for(device_type: str) -> Backend:
 
 
 def _has_triton() -> bool:
-    """Whether Triton's loops can run: on this GPU, or in its interpreter where there is none."""
+    """Whether the Triton loops can run: on this GPU, or in Triton's interpreter if there is no GPU."""
     if find_spec("triton") is None:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _CAPABLE
 
 
 def backend_of(tensor: Tensor) -> Backend:
-    """The table of loops that runs this tensor: chosen once for each device type of a process."""
+    """Return the table of loops that runs this tensor. It is chosen once per process for each device type."""
     device_type = "cpu" if tensor.is_cpu else tensor.device.type
     found = _chosen.get(device_type)
     if found is None:
@@ -98,7 +98,7 @@ def choose_anew() -> None:
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether the backend of this tensor gains from one pass that does several things; others gain from one call that
-    does them for several tensors.
+    """Whether this tensor's backend gains from fusing several operations into one pass. Other backends gain from one
+    call for several tensors.
     """
     return bool(backend_of(x).FUSES)

@@ -1,11 +1,11 @@
-"""A checksum of a tensor's bits, to see whether anything in it has changed or moved.
+"""A checksum of a tensor's bits, to see whether any of its values has changed or moved.
 
-Of the words of 32 bits that the tensor's bytes make in memory order, little-endian, the last one filled up with zeros::
+The tensor's bytes, in memory order, are read as little-endian words of 32 bits; zeros fill up the last word::
 
     checksum = Σᵢ word(i) · (hash(i, 0) | 1)      (modulo 2**64)
 
-A word that changes makes it another one for certain: its change is below 2**32 and its factor is odd. Words that change
-places have other factors there.
+Changing one word changes the checksum for certain: the word's change is below 2**32 and its factor is odd. Words that
+swap places usually change it, too, because they get other factors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["checksum"]
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Of any tensor, as one int64 on its device, which is not waited for.
+    """Return the checksum of any tensor as one int64 on its device; the host does not wait for the result.
 
     Example:
         >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 1.0]))

@@ -1,4 +1,4 @@
-"""Error feedback in one pass: add a gradient to its residual, and select or check what results."""
+"""Error feedback in one pass: add a gradient to its residual, and select from the sum or check that it is finite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compensate(x: Tensor, residual: Tensor, *, decay: float = 1.0, below: float 
     """``(x, residual) ← (residual, decay · residual + x)`` in one pass; True if every sum is of a magnitude below
     ``below``.
 
-    ``x`` is left holding the old residual: copying it back undoes the call, to the bit.
+    Afterwards ``x`` holds the old residual: copying it back undoes the call, to the bit.
     """
     return cast("bool", backend_of(x).compensate(x, residual, decay=decay, below=below))
 
@@ -38,9 +38,11 @@ def compensate(x: Tensor, residual: Tensor, *, decay: float = 1.0, below: float 
 def compensate_select_topk(
     x: Tensor, residual: Tensor, k: int, *, decay: float = 1.0, sampled: bool = False, seed: int = 0
 ) -> tuple[bool, Tensor, Tensor]:
-    """:func:`compensate` and :func:`select_topk` of the sum, fused: (whether it is finite, the indices, the sum there).
+    """Fuse :func:`compensate` and :func:`select_topk` of the sum.
 
-    When not finite, indices and values are meaningless.
+    Returns:
+        (whether the sum is finite, the indices, the sum at these indices). If the sum is not finite, indices and values
+        are meaningless.
     """
     result = backend_of(x).compensate_select_topk(x, residual, k, decay=decay, sampled=sampled, seed=seed)
     return cast("tuple[bool, Tensor, Tensor]", result)
@@ -57,24 +59,27 @@ def encode_topk(
     seed: int = 0,
     subtract: bool = False,
 ) -> bool:
-    """:func:`compensate_select_topk`, and where all is finite, what it found written into ``out`` as
-    :func:`sparse_sum_rows` reads it, with zeros behind.
+    """Run :func:`compensate_select_topk`, then write indices and values into ``out`` if all is finite.
 
-    Where less than k are found, values of zero at the last index fill up. With ``subtract``, what is written leaves
-    ``residual``: zeros remain. Returns whether all is finite; if not, ``out`` is left alone.
+    The format is that of :func:`sparse_sum_rows`, followed by zeros. If fewer than k elements are found, values of zero
+    at the last index fill up. With ``subtract``, the written values are subtracted from ``residual``, which leaves
+    zeros there.
+
+    Returns:
+        Whether all is finite; if not, ``out`` is left alone.
     """
     options = {"decay": decay, "sampled": sampled, "seed": seed, "subtract": subtract}
     return cast("bool", backend_of(x).encode_topk(x, residual, k, out, **options))
 
 
 def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
-    """True if no element is inf or NaN, or of a magnitude of at least ``below``."""
+    """True if no element is inf or NaN, and every magnitude is below ``below``."""
     return cast("bool", backend_of(x).all_finite(x, below=below))
 
 
 def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf) -> bool:
-    """``out = x − base`` in one pass, where ``out`` may be either of them; True if every difference is of a magnitude
-    below ``below``.
+    """``out = x − base`` in one pass; True if every difference is of a magnitude below ``below``. ``out`` may be ``x``
+    or ``base``.
     """
     return cast("bool", backend_of(x).difference(x, base, out, below=below))
 
@@ -90,19 +95,19 @@ def all_zero(x: Tensor) -> bool:
 
 
 def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
-    """``out = x`` if ``bad``, one int32 where the others are, is not zero; the host is not asked."""
+    """``out = x`` if ``bad``, one int32 on the tensors' device, is not zero; the host does not wait for ``bad``."""
     backend_of(out).restore_if(bad, out, x)
 
 
 def restore_all_if(bad: Tensor, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """:func:`restore_if` of several tensors, all float32."""
+    """Apply :func:`restore_if` to several tensors, all float32."""
     if outs:
         backend_of(outs[0]).restore_all_if(bad, outs, xs)
 
 
 def poison_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
-    """``x = NaN`` for several tensors, of any real floating dtypes, if any of ``bad``, int32 where these are, is not
-    zero; the host is not asked.
+    """Fill several tensors, of any real floating dtypes, with NaN if any element of ``bad`` is not zero. ``bad`` is
+    int32 on the tensors' device; the host does not wait for it.
     """
     if xs:
         backend_of(xs[0]).poison_all_if(bad, xs)

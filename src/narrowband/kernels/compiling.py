@@ -1,8 +1,9 @@
-"""Set-up says when it has to wait for a compiler, and the processes of a machine wait for one of them.
+"""Announce the compilation of CPU loops, and let the processes of a machine share one compilation.
 
-The loops on CPU are compiled when a machine needs them for the first time, which takes seconds. :func:`announced` goes
-around what set-up does to have them compiled. Where all come from disk it does nothing at all. What is compiled without
-it, because a codec was used by itself or a dtype came that set-up did not know of, is said once per process.
+The CPU loops are compiled when a machine needs them for the first time, which takes seconds. Set-up wraps the calls
+that compile them in :func:`announced`, which does nothing at all if every loop is cached on disk. Loops compiled
+outside of it, because a codec was used by itself or with a dtype that set-up did not expect, are announced once per
+process.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class _Announcement:
         self._lock: IO[bytes] | None = None
 
     def begins(self, folder: Path | None, refused: Path | None) -> bool:
-        """Whether to look on disk once more: this process had to wait for another one."""
+        """Announce a compilation. Returns whether to look on disk again: this process had to wait for another one."""
         if self._since:
             return False
         self._since = time.monotonic()
@@ -57,7 +58,9 @@ class _Announcement:
             self._write("\n")
 
     def _show_progress(self) -> None:
-        """Over what it was before: the line may be longer than the terminal is wide, so not from its beginning."""
+        """Overwrite the last progress with backspaces, not from the line's beginning: the line may be wider than the
+        terminal.
+        """
         progress = f" {self._done()}"
         self._write("\b" * len(self._progress) + progress)
         self._progress = progress
@@ -73,7 +76,7 @@ class _Announcement:
 
 
 def _how(folder: Path | None, refused: Path | None) -> str:
-    """How often, and where they are kept."""
+    """Say how often loops are compiled, and where they are kept."""
     if folder is None:
         return "in every process, as no folder is writable (set NUMBA_CACHE_DIR), or the sources are not installed"
     instead = "" if refused is None else f", as {_short(refused)} cannot be written"
@@ -93,13 +96,13 @@ _one_at_a_time = threading.RLock()
 
 @contextlib.contextmanager
 def announced(what: str, *, say: bool | None = None) -> Iterator[None]:
-    """Around calls that have loops compiled: says so on stderr, in one line, as soon as one is not found on disk.
+    """Wrap calls that compile loops: as soon as a loop is not found on disk, say so on stderr, in one line.
 
-    Until the end other processes of this machine that lack a loop wait, and find it then.
+    Other processes of this machine that lack a loop wait until the end of the context, and then find the loop on disk.
 
     Args:
         what: what the loops are for, such as ``topk:density=0.01+ef``.
-        say: whether this process writes; by default, whether it is rank 0 of all (or there are no ranks).
+        say: whether this process writes the line; by default, whether it is rank 0 (or there are no ranks).
 
     Example:
         >>> with announced("qsgd:bits=4"):
@@ -125,14 +128,14 @@ def _is_first() -> bool:
 
 
 def begins(folder: Path | None, refused: Path | None = None) -> bool:
-    """A loop is about to be compiled.
+    """Report that a loop is about to be compiled.
 
     Args:
-        folder: in which it is not; None: there is none that can be written.
+        folder: the cache folder that lacks the loop; None: no folder can be written.
         refused: the folder that was asked for instead of this one, and cannot be written.
 
     Returns:
-        Whether to look in the folder again, since another process may have compiled it meanwhile.
+        Whether to look in the folder again, since another process may have compiled the loop meanwhile.
     """
     global _said  # noqa: PLW0603
     if _now is not None:
@@ -146,6 +149,6 @@ def begins(folder: Path | None, refused: Path | None = None) -> bool:
 
 
 def ends() -> None:
-    """A loop has been compiled."""
+    """Report that a loop has been compiled."""
     if _now is not None:
         _now.ends()

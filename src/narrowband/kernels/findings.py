@@ -1,9 +1,9 @@
-"""What loops find out of their data, where the host does not wait for a device to say so.
+"""What loops find in their data, noted on the device so that the host need not wait for it.
 
-Loops tell whether what they saw was finite, and whether a payload was damaged. On a GPU an answer costs a wait: the
-host would stand still until the device has done everything before, and the device would then stand still until the
-host has launched what follows. So a caller that can go on without the answer opens a :class:`Findings`: loops then
-answer that all is well, and note on the device what is so. What follows has to be right either way.
+Loops report whether their data was finite, and whether a payload was damaged. On a GPU, reading such a report is a
+synchronization: the host waits until the device has finished all earlier work, and the device then idles until the host
+has launched what follows. So a caller that can go on without the answer opens a :class:`Findings`: loops then return
+that all is well, and note on the device what they really found. The work that follows has to be right in either case.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _open = threading.local()
 
 
 class Findings:
-    """Notes on a device: an int32 for each of the three below, which is not zero where something is wrong.
+    """Notes on a device: three int32, one per kind of finding below, nonzero if something is wrong.
 
     Args:
-        device: where they are.
+        device: where the notes are.
 
     Example:
         >>> findings = Findings(torch.device("cpu"))
@@ -41,27 +41,27 @@ class Findings:
         [1, 0, 0]
     """
 
-    #: Something of this rank is not finite; something of any rank is not; a payload is damaged.
+    #: The kinds of findings: data of this rank is not finite; data of any rank is not finite; a payload is damaged.
     OWN, ANY, DAMAGED = range(3)
 
     def __init__(self, device: torch.device) -> None:
         self.places = torch.zeros(3, dtype=torch.int32, device=device)
 
     def place(self, what: int) -> Tensor:
-        """The note of one of these, of shape (1,)."""
+        """Return the note of one kind, of shape (1,)."""
         return self.places[what : what + 1]
 
     @property
     def of_all(self) -> Tensor:
-        """The notes that are of all ranks, of shape (2,): ``ANY`` and ``DAMAGED``."""
+        """The notes that concern all ranks, of shape (2,): ``ANY`` and ``DAMAGED``."""
         return self.places[1:]
 
     def note(self, what: int, bad: Tensor | bool) -> None:
-        """Note that something is wrong, if it is.
+        """Note that something is wrong if ``bad`` is true.
 
         Args:
-            what: one of these.
-            bad: a bool of one element; or one that the host knows.
+            what: the kind of finding.
+            bad: a bool tensor of one element, or a bool that the host knows.
         """
         if isinstance(bad, bool):
             if bad:
@@ -71,7 +71,7 @@ class Findings:
 
     @contextmanager
     def noting(self, what: int) -> Iterator[None]:
-        """In this thread, loops note what is not finite there, and damage in its own place."""
+        """Make loops of this thread note instead of answer: non-finite data as ``what``, damage as ``DAMAGED``."""
         before = getattr(_open, "findings", None)
         _open.findings = self, what
         try:
@@ -81,7 +81,7 @@ class Findings:
 
 
 def holds(ok: Tensor) -> bool:
-    """Whether one bool is true; or True, where that is noted instead."""
+    """Return whether a bool tensor of one element is true; while findings are noted, note if not, and return True."""
     found: tuple[Findings, int] | None = getattr(_open, "findings", None)
     if found is None:
         return bool(ok)
@@ -90,13 +90,13 @@ def holds(ok: Tensor) -> bool:
 
 
 def open_place(device: torch.device) -> Tensor | None:
-    """Where to note what is not finite, on this device; None: the host waits for an answer."""
+    """Return where loops note non-finite data on this device; None if the host waits for the answer instead."""
     found: tuple[Findings, int] | None = getattr(_open, "findings", None)
     return found[0].place(found[1]) if found is not None and found[0].places.device == device else None
 
 
 def refuse_if(damaged: Tensor, message: str) -> None:
-    """Raise PayloadError if one bool is true; or have that noted instead."""
+    """Raise PayloadError if a bool tensor of one element is true. While findings are noted: note the damage instead."""
     found: tuple[Findings, int] | None = getattr(_open, "findings", None)
     if found is not None:
         found[0].note(Findings.DAMAGED, damaged)

@@ -1,14 +1,15 @@
-"""Fixed point: whole numbers whose sums are exact, for coded averages.
+"""Fixed point: integer codes whose sums are exact, for coded averages.
 
-**Fixed point** of ``unit``, a power of two in [2**-126, 2**126], in int32, int16 or int8 codes of at most ``limit``::
+**Fixed point** in units of ``unit``, a power of two in [2**-126, 2**126]. Codes are int32, int16 or int8, at most
+``limit`` in magnitude::
 
     code     = clamp(rint(x / unit), −limit, limit)                     (rint: to nearest, ties to even; limit for NaN)
     checksum = Σ code_i · (2i + 1) mod 2**32
     decoded  = float32(float64(code) · factor)
 
-Where float32 does not have ``limit``, codes are clamped at the largest number below that it has. Sums and differences
-of codes are those of whole numbers modulo 2**bits, so a sum from which all terms but one are subtracted is that one, to
-the bit. *Slices* are equally long parts of one tensor, each named by its first element.
+If float32 cannot represent ``limit``, codes are clamped at the largest float32 below it. Sums and differences of codes
+are taken modulo 2**bits. So subtracting all terms but one from a sum leaves that term, to the bit. *Slices* are equally
+long parts of one tensor, each given by the index of its first element.
 """
 
 from __future__ import annotations
@@ -31,27 +32,31 @@ __all__ = [
 
 
 def fixed_quantize(x: Tensor, out: Tensor, unit: float, limit: int) -> tuple[float, int]:
-    """Codes of float32 ``x`` in ``out`` (int32, int16 or int8): whole numbers of ``unit``, a power of two.
+    """Write the codes of float32 ``x``, whole multiples of ``unit``, into ``out`` (int32, int16 or int8).
 
     Returns:
-        The largest magnitude in ``x``, as it is: inf or NaN where there is one, and above ``unit · limit`` where codes
-        were clamped; and the checksum of the codes.
+        (the largest magnitude in ``x``, the checksum of the codes). The magnitude is that of ``x`` itself: inf or NaN
+        if ``x`` has one, and above ``unit · limit`` if codes were clamped.
     """
     return cast("tuple[float, int]", backend_of(x).fixed_quantize(x, out, unit, limit))
 
 
 def fixed_sum(source: Tensor, starts: Sequence[int], out: Tensor) -> None:
-    """``out`` = the sum of slices of ``source``, one or more, modulo 2**bits of ``out``, whose codes may be wider."""
+    """``out`` = the sum of one or more slices of ``source``, modulo 2**bits of ``out``; the codes of ``out`` may be
+    wider.
+    """
     backend_of(source).fixed_sum(source, starts, out)
 
 
 def fixed_decode(packet: Tensor, source: Tensor, starts: Sequence[int], total: Tensor) -> None:
-    """``total`` (int32) ``+= packet −`` the slices of ``source`` that it holds beside one other. The difference is
-    taken in the packet's own width, and widened then.
+    """``total += packet − slices``: recover one slice from a packet, and add it to ``total`` (int32).
+
+    ``packet`` is the sum of the given slices of ``source`` and one other slice. The difference is taken in the packet's
+    own width, and then widened.
     """
     backend_of(packet).fixed_decode(packet, source, starts, total)
 
 
 def fixed_dequantize(total: Tensor, out: Tensor, factor: float) -> None:
-    """``out = total · factor``: int32 codes as float32, rounded once."""
+    """``out = total · factor``: int32 codes to float32, rounded once."""
     backend_of(total).fixed_dequantize(total, out, factor)

@@ -1,4 +1,4 @@
-"""Error feedback in one pass on a residual that is kept in fewer bits (:mod:`narrowband.kernels.stores`)."""
+"""Error feedback in one pass on a residual that is stored in fewer bits (:mod:`narrowband.kernels.stores`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["compensate_kept", "former_places", "put_former", "take_former"]
 
-#: Groups whose powers of two lie together in a gradient's memory.
+#: Number of groups whose powers of two lie together in the gradient's memory.
 _GROUPS = 64
 
 
@@ -31,42 +31,47 @@ def compensate_kept(
     seed: int = 0,
     rounding: int = 0,
 ) -> tuple[bool, Tensor, Tensor]:
-    """The k largest of ``decay · kept + x``, and the rest is kept: (whether the sum is finite, the indices, the sum
-    there).
+    """Select the k largest elements of ``decay · kept + x``, and keep the rest as the new residual.
 
-    What is kept becomes the sum with zeros at these indices, rounded as :func:`keep_in_16` and :func:`keep_in_8` do it,
-    except that a group's power of two is also the smallest with which the smallest magnitude that was found fits, where
-    that is less. So it is known before all that is large is known. The gradient's memory takes what was kept, see
-    :func:`take_former`. Where the sum is not finite nothing changes, and indices and values are empty.
+    The new residual is the sum with zeros at the selected indices. It is rounded as by :func:`keep_in_16` and
+    :func:`keep_in_8`, with one exception: a group's power of two is at most the smallest one with which the least
+    selected magnitude fits. So a bound for the power is known before all large elements are. The old residual is
+    written into the memory of ``x``, see :func:`take_former`. If the sum is not finite, nothing changes, and indices
+    and values are empty.
 
     Args:
         x: flat float32, at least one element.
-        codes, exponents: what is kept: int8 and its powers of two; or bfloat16 and None.
+        codes, exponents: the residual: int8 and its powers of two; or bfloat16 and None.
         k: at least 1.
-        decay: what is left of the residual.
+        decay: the factor by which the residual is multiplied first.
         sampled, seed: as for :func:`select_topk`.
         rounding: the seed of stochastic rounding.
+
+    Returns:
+        (whether the sum is finite, the selected indices, the sum at these indices).
     """
     options = {"decay": decay, "sampled": sampled, "seed": seed, "rounding": rounding}
     return cast("tuple[bool, Tensor, Tensor]", backend_of(x).compensate_kept(x, codes, exponents, k, **options))
 
 
 def take_former(x: Tensor, codes: Tensor, exponents: Tensor | None) -> None:
-    """Undo :func:`compensate_kept`, to the bit: keep what the gradient's memory holds."""
+    """Undo :func:`compensate_kept`, to the bit: restore the residual from the gradient's memory."""
     for memory, own in former_places(x, codes, exponents):
         own.copy_(memory)
 
 
 def put_former(x: Tensor, codes: Tensor, exponents: Tensor | None) -> None:
-    """Write what is kept into a gradient's memory: the codes of each group to where its first elements are, so that a
-    group needs nothing beyond its own elements; and the powers of two of 64 groups behind the codes of the first one.
+    """Write the residual into the gradient's memory.
+
+    The codes of each group go to where its first elements are, so that a group needs nothing beyond its own elements.
+    The powers of two of 64 groups go behind the codes of the first of these groups.
     """
     for memory, own in former_places(x, codes, exponents):
         memory.copy_(own)
 
 
 def former_places(x: Tensor, codes: Tensor | None, exponents: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of a gradient's memory, and what is kept there: codes and powers of two, or one of these."""
+    """Yield (part of the gradient's memory, part of the residual that is written there): codes, then powers of two."""
     n = x.numel()
     if codes is not None:
         memory, groups, room = x.view(codes.dtype), n // STORE_GROUP, STORE_GROUP * (4 // codes.itemsize)

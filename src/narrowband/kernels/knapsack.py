@@ -1,4 +1,4 @@
-"""A knapsack of several rows: the cheapest choice of one item per row within a total weight."""
+"""A knapsack of several rows: choose one item per row, at the least total cost within a total weight."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["cheapest_within"]
 
 
 def cheapest_within(cost: Tensor, weight: Tensor, capacity: int) -> Tensor:
-    """The item of every row, int32, that together cost least with a total weight of at most ``capacity``; all -1 if
-    there are none.
+    """Return the item of every row, int32, for which total cost is least and total weight at most ``capacity``; all -1
+    if no choice fits.
 
-    cost (float64, inf: not allowed) and weight (int32, ≥ 0) are (rows, items), contiguous, on CPU. Of rows' items that
-    cost as much, the first.
+    cost (float64; inf: not allowed) and weight (int32, ≥ 0) are (rows, items), contiguous, on CPU. Of items in a row
+    that cost the same, the first is chosen.
     """
     return cast("Tensor", backend_of(cost).cheapest_within(cost, weight, capacity))

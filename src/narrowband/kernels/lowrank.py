@@ -1,4 +1,4 @@
-"""Low rank: products of two thin factors and orthonormal bases (PowerSGD)."""
+"""Low rank: products of two thin factors, and orthonormal bases (PowerSGD)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = [
 ]
 
 
-#: A row that keeps less than this share of its squared norm beside the rows before it is a sum of them, as far as
-#: float32 can tell.
+#: A row is linearly dependent on the rows before it, as far as float32 can tell, if subtracting its share of them
+#: leaves less than this share of its squared norm.
 DEPENDENT = 1e-12
 
 
@@ -27,7 +27,7 @@ def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, 
     """``out = weight · pᵀ·q`` or, accumulating, ``out += weight · pᵀ·q``.
 
     p is (r, n), q (r, m) with r ≥ 1, out flat of n·m elements, all float32 and contiguous. Every element's r terms are
-    added in their order, without fused multiply-add, so that ranks on different machines come to the same bits.
+    added in their order, without fused multiply-add, so that ranks on different machines get the same bits.
     """
     backend_of(out).low_rank_product(out, p, q, weight=weight, accumulate=accumulate)
 
@@ -41,10 +41,11 @@ def compensate_project(
     sent: tuple[Tensor, Tensor] | None = None,
     below: float = math.inf,
 ) -> bool:
-    """``(x, residual) ← (residual, (residual − sent) + x)`` and ``p ← q·residualᵀ`` of the new one, in one pass.
+    """``(x, residual) ← (residual, (residual − sent) + x)`` and ``p ← q·residualᵀ`` of the new residual, in one pass.
 
-    x and residual are flat, of n·m elements, q is (r, m), p (r, n); ``sent`` are factors for :func:`low_rank_product`,
-    of any rank. ``x`` is left holding the residual before the call: copying it back undoes the call, to the bit.
+    x and residual are flat, of n·m elements, q is (r, m), p (r, n). ``sent`` is the product of two factors as for
+    :func:`low_rank_product`, of any rank. Afterwards ``x`` holds the residual before the call: copying it back undoes
+    the call, to the bit.
 
     Returns whether every element of the new residual is of a magnitude below ``below``.
     """
@@ -52,11 +53,11 @@ def compensate_project(
 
 
 def orthonormalize(p: Tensor) -> Tensor:
-    """Rows that are orthonormal and span what those of p span: each row of p minus its share of those before, divided
-    by its norm.
+    """Return orthonormal rows that span the same space as those of p (Gram–Schmidt): each row minus its share of the
+    rows before it, divided by its norm.
 
-    p is (count, r, n), float32 and contiguous: count matrices. A row of zeros, and one that depends on those before it
-    (it keeps less than :data:`DEPENDENT` of its squared norm), becomes a row of zeros. Sums are in float64 and in an
-    order of the loop's own, so that ranks on different machines come to the same bits. NaN stays NaN.
+    p is (count, r, n), float32 and contiguous: count matrices. A row of zeros becomes a row of zeros, and so does a row
+    that depends on those before it (it keeps less than :data:`DEPENDENT` of its squared norm). Sums are in float64 and
+    in an order of the loop's own, so that ranks on different machines get the same bits. NaN stays NaN.
     """
     return cast("Tensor", backend_of(p).orthonormalize(p))

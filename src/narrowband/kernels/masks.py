@@ -3,9 +3,9 @@
 **Masks** of n elements have one bit per element, in ``stride = ceil(n / 8)`` bytes: element i sits in byte
 ``i % stride`` at bit ``i // stride``; unused bits are zero.
 
-**Places of maxima.** PyTorch's max pooling says of each result which element of its plane it was: the ``position``
-row · W + column, int64. Its window begins at row r₀ and column c₀, which padding may make negative, and what is kept
-is where in the window it was, one byte (see :class:`Windows`)::
+**Places of maxima.** PyTorch's max pooling returns for each result which element of its plane it was: the ``position``
+row · W + column, int64. The result's window begins at row r₀ and column c₀, which padding may make negative. What is
+kept is the ``place`` of the maximum in this window, one byte (see :class:`Windows`)::
 
     place    = (row − r₀) · kernel + (column − c₀)
     position = (r₀ + place // kernel) · W + c₀ + place % kernel
@@ -32,16 +32,16 @@ __all__ = [
 
 
 def mask_between(x: Tensor, out: Tensor, low: float = 0.0, high: float = math.nan) -> None:
-    """The mask of where ``x`` (float32 or bfloat16) is neither at or below ``low`` nor at or above ``high``: between
-    them, or NaN, as backward of ReLU and of what is cut off above asks.
+    """Write the mask of the elements of ``x`` (float32 or bfloat16) that are above ``low`` and below ``high``, or NaN.
 
-    ``out`` is uint8, exactly ceil(numel / 8) long. Bounds are compared in float32; NaN is none.
+    This is what the backward pass of ReLU needs, also of a ReLU that is cut off above. ``out`` is uint8, exactly
+    ceil(numel / 8) long. Bounds are compared in float32; a bound of NaN is none.
     """
     backend_of(x).mask_between(x, out, low, high)
 
 
 def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
-    """``out = factor · x`` where the mask says so, and +0 elsewhere, whatever is there.
+    """``out = factor · x`` where the mask's bit is set, and +0 elsewhere, even where ``x`` is inf or NaN.
 
     ``x`` and ``out`` (float32 or bfloat16, each) may be the same tensor; the product is taken in float32.
     """
@@ -50,9 +50,10 @@ def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> Non
 
 @dataclass(frozen=True)
 class Windows:
-    """Where the windows of max pooling over planes begin: its results are, in memory order, those of a tensor of shape
-    (outer, rows, columns, inner), and the window of (…, r, c, …) begins at row r · stride[0] − padding[0] and column
-    c · stride[1] − padding[1] of the input's plane.
+    """Where the windows of max pooling begin in their planes.
+
+    The results are, in memory order, those of a tensor of shape (outer, rows, columns, inner). The window of (…, r, c,
+    …) begins at row r · stride[0] − padding[0] and column c · stride[1] − padding[1] of the input's plane.
 
     Attributes:
         outer: Planes, or samples where channels are the last in memory.
@@ -60,7 +61,7 @@ class Windows:
         columns: Results of a row.
         inner: One, or channels where these are the last in memory.
         width: Columns of the input's plane, W.
-        kernel: Columns of a window; with its rows, windows have at most 256 elements.
+        kernel: Columns of a window; together with its rows, a window has at most 256 elements.
         stride: Of windows, (rows, columns).
         padding: Before the first row and column.
 
@@ -88,7 +89,7 @@ class Windows:
 
 
 def pool_places(position: Tensor, out: Tensor, windows: Windows) -> None:
-    """Where in its window each maximum is: ``out`` (uint8, as many) from positions in planes (int64)."""
+    """Write the place of each maximum in its window into ``out`` (uint8), from its position in the plane (int64)."""
     backend_of(position).pool_places(position, out, windows)
 
 

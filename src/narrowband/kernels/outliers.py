@@ -1,23 +1,23 @@
-"""Whether a few numbers dwarf all others, so that codes in one range say nothing of most.
+"""Detect a few outliers that dwarf all other elements, so that codes in a shared range would say nothing of most.
 
-The magnitude of a *row* is that of its largest element. Rows are what :class:`~narrowband.kernels.Rows` cuts: of fewer
-than :data:`SHORT` elements, several are taken together; of more than :data:`LONG`, pieces are taken; see
-:func:`pieces_of`. The magnitude of a *column*, the elements that have one place in the rows of a range, is found
-likewise, where there are at least :data:`FEW` rows and at most :data:`CHANNELS` columns: rows and columns are then
-tokens and channels of a linear layer's input. In longer rows a column is no channel any more: pixels, products of
-queries and keys.
+The magnitude of a *row* is that of its largest element. Rows are those of :class:`~narrowband.kernels.Rows`; rows of
+fewer than :data:`SHORT` elements are joined, and rows of more than :data:`LONG` elements are cut into pieces, see
+:func:`pieces_of`. A *column* is the elements at the same place in all rows of a range; its magnitude is that of its
+largest element, too. Columns are looked at if there are at least :data:`FEW` rows and at most :data:`CHANNELS` columns,
+because rows and columns are then tokens and channels of a linear layer's input. In longer rows a column is no channel,
+but a pixel or a product of a query and a key.
 
-A range's ``width`` is *dwarfing*, with magnitudes of which ``n`` are not zero, where
+Among magnitudes of which ``n`` are not zero, a range's ``width`` is *dwarfing* if
 
     number of magnitudes ≥ width / reach    ≤    min(ceil(n / FEW), n − 1)
 
-with a reach of 128 for rows or of 512 for columns (:data:`REACH`). All elements of all other rows then lie within two
-steps of 8 bits on either side of zero, and codes, of however many bits, say next to nothing of them. (Some channels are
-often 100 times as large as the others, hence the wider reach.) Rows and columns with inf or NaN have no magnitude: they
-count as zero, and as smaller than any width.
+with a reach of 128 for rows and of 512 for columns (:data:`REACH`). All elements of all other rows then lie within two
+8-bit steps of zero, and codes of however many bits say next to nothing of them. (Some channels are often 100 times as
+large as the others, hence the wider reach for columns.) Rows and columns with inf or NaN have no magnitude: they count
+as zero, and as smaller than any width.
 
-All these numbers are ratios. Tensors that are heavy-tailed as a whole do not fall under the rule, nor does softmax,
-where every row has a large element.
+The rule compares ratios only. It does not apply to tensors that are heavy-tailed as a whole, nor to softmax, where
+every row has a large element.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHANNELS", "FEW", "LONG", "REACH", "SHORT", "dwarfed_rows", "has_columns", "pieces_of"]
 
-#: Of rows, and of columns.
+#: The reach of rows, and that of columns.
 REACH = 128, 512
 FEW = 16
 LONG, SHORT = 512, 16
@@ -42,15 +42,15 @@ CHANNELS = 1024
 
 
 def dwarfed_rows(x: Tensor, rows: Rows, widths: Tensor) -> Tensor:
-    """Whether one of the widths of all ranges dwarfs its rows or columns.
+    """Whether any range's width dwarfs its rows or columns; one bool for each given set of widths.
 
     Args:
         x: The elements, at least one, float32 or bfloat16, as :func:`~narrowband.kernels.quantize_rows` takes them.
-        rows: How they are cut.
-        widths: Of the range of every group of every part, float32: several such, (W, parts · groups).
+        rows: How the elements are cut.
+        widths: W sets of widths, float32 (W, parts · groups): one width for the range of every group of every part.
 
     Returns:
-        W bools, where the tensor is.
+        W bools, on the tensor's device.
 
     Example:
         >>> from narrowband.kernels import Rows
@@ -62,7 +62,7 @@ def dwarfed_rows(x: Tensor, rows: Rows, widths: Tensor) -> Tensor:
 
 
 def pieces_of(rows: Rows) -> tuple[int, int]:
-    """(how many rows are taken together, into how many pieces each is cut), both divisors.
+    """Return (how many rows are joined, into how many pieces each row is cut), divisors of outer and of inner.
 
     Example:
         >>> from narrowband.kernels import Rows
@@ -71,9 +71,9 @@ def pieces_of(rows: Rows) -> tuple[int, int]:
     """
     joined = largest_divisor(rows.outer, SHORT // max(rows.inner, 1))
     pieces = rows.inner // largest_divisor(rows.inner, LONG)
-    return joined, 1 if pieces == rows.inner else pieces  # of a prime number, or nearly, there is one
+    return joined, 1 if pieces == rows.inner else pieces  # no divisor up to LONG: not cut
 
 
 def has_columns(rows: Rows) -> bool:
-    """Whether columns are looked at, too."""
+    """Whether the magnitudes of columns are compared, too."""
     return rows.outer >= FEW and 1 < rows.inner <= CHANNELS

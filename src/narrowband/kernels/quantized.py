@@ -1,7 +1,7 @@
 """Grouped quantization: values to codes of a few bits, with a header for each group.
 
-**Grouped quantization.** ``x`` is cut into groups of ``group`` elements (the last may be shorter). A code of ``bits``
-bits per element, and a header per group:
+**Grouped quantization.** ``x`` is cut into groups of ``group`` elements (the last may be shorter). A payload has a
+header per group and a code of ``bits`` bits per element:
 
 ===========  ==========================  =================================  ==========================  ==============
 ``scale``    header (float32 arrays)     step of a group                    code (then clamped)         value decoded
@@ -13,10 +13,11 @@ bits per element, and a header per group:
 ===========  ==========================  =================================  ==========================  ==============
 
 ``inv`` is 1/step in float32, or 0 where step is below 2**-126. ``u`` is ½ (nearest) or uniform(element index)
-(stochastic): of 24 bits, and of 25 − ``bits`` in the symmetric scales. So s + u is exact there, and never rounded up to
-s + 1: zero is kept as zero, whatever the seed. Codes are clamped to [0, 2**bits − 1] (minmax) or [0, 2s]. All
-elementwise arithmetic is float32, without fused multiply-add; sums (l2, mean) are taken in float64. A group that holds
-inf or NaN gets lo = step = NaN and codes 0, so everything decoded from it is NaN: a broken gradient stays visible.
+(stochastic): of 24 bits, and of 25 − ``bits`` in the symmetric scales. So s + u is exact in the symmetric scales and
+never rounded up to s + 1: zero decodes to zero, whatever the seed. Codes are clamped to [0, 2**bits − 1] (minmax) or
+[0, 2s]. All elementwise arithmetic is float32, without fused multiply-add; sums (l2, mean) are taken in float64. A
+group that holds inf or NaN gets lo = step = NaN and codes 0, so everything decoded from it is NaN: a broken gradient
+stays visible.
 
 Codes are packed group by group. ``bits`` is split into planes whose widths are the powers of two that sum to it,
 largest first (7 = 4 + 2 + 1); the first plane holds the code's lowest bits. In a plane of width w over a group of m
@@ -53,35 +54,38 @@ Scale = Literal["minmax", "absmax", "l2", "mean"]
 
 
 def plane_widths(bits: int) -> list[int]:
-    """Widths of the bit planes of a code, largest first: ``plane_widths(7) == [4, 2, 1]``."""
+    """Return the widths of the bit planes of a code, largest first: ``plane_widths(7) == [4, 2, 1]``."""
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
 def packed_nbytes(numel: int, bits: int, group: int) -> int:
-    """Bytes of the packed codes of ``numel`` elements, without header and padding."""
+    """Return the bytes that the packed codes of ``numel`` elements take, without header and padding."""
     widths = plane_widths(bits)
     full, rest = divmod(numel, group)
     return full * sum(-(-group * w // 8) for w in widths) + sum(-(-rest * w // 8) for w in widths)
 
 
 def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each group: two float32 tensors of ceil(numel / group); NaN where not finite."""
+    """Return the smallest and largest value of each group: two float32 tensors of ceil(numel / group) elements. Both
+    are NaN for a group that holds inf or NaN.
+    """
     return cast("tuple[Tensor, Tensor]", backend_of(x).group_minmax(x, group))
 
 
 def levels_are_finite(header: Tensor, *, bits: int, scale: Scale) -> Tensor:
-    """Whether every level of every group is finite: one bool. Of the largest floats, rounding a step may lead to inf.
+    """Return one bool: whether every level of every group is finite. Rounding a step near the largest float may give
+    inf.
 
     Args:
         header: float32, as it stands in a payload.
-        bits, scale: of the payload. Of ``l2`` the last level counts, ``‖x‖₂``, wherever elements are.
+        bits, scale: of the payload. For ``l2`` the last level counts, ``‖x‖₂``, even if no element reaches it.
     """
     if scale == "minmax":
         low, step = header.view(2, -1).unbind()
         last = step.mul((1 << bits) - 1).add_(low)
     else:
         last = header.mul(1 if scale == "mean" else (1 << (bits - 1)) - 1)
-    return last.abs_().lt(math.inf).all()  # which NaN is not, either
+    return last.abs_().lt(math.inf).all()  # NaN is not below inf, either
 
 
 def quantize_groups(
@@ -103,13 +107,14 @@ def quantize_all(
     residuals: Sequence[Tensor] = (),
     decay: float = 1.0,
 ) -> bool:
-    """:func:`quantize_groups` of several tensors, a seed for each; as few launches on a GPU as of one.
+    """Quantize several tensors, each with its seed, with no more GPU kernel launches than :func:`quantize_groups` takes
+    for one.
 
-    With residuals, one for each, also what error feedback does before and after: ``(x, residual) ← (residual, sum −
-    decoded)``, where the sum, decay · residual + x, is what is quantized.
+    With residuals, one per tensor, do the work of error feedback before and after quantization, too: ``(x, residual) ←
+    (residual, sum − decoded)``, where the quantized values are those of sum = decay · residual + x.
 
     Returns:
-        Whether all that was quantized is finite; with residuals also what is decoded.
+        Whether all quantized values are finite; with residuals, whether the decoded values are finite, too.
     """
     return cast(
         "bool",
@@ -123,14 +128,15 @@ def quantize_all(
 def dequantize_means(
     payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], *, bits: int, group: int, scale: Scale
 ) -> None:
-    """``out = Σ decoded / ranks`` for several tensors, in the order of ranks, as :func:`dequantize_groups` would do it
-    one after the other; as few launches on a GPU as for one.
+    """``out = Σ decoded / ranks`` for several tensors, with no more GPU kernel launches than for one.
+
+    Sums are taken in the order of ranks, as if :func:`dequantize_groups` was called for one rank after the other.
 
     Args:
         payloads: (ranks, bytes), uint8: each row holds one rank's payloads.
-        places: where those of the tensors are in a row, in their order.
+        places: for each tensor, the bytes of a row that hold its payload.
         outs: flat float32.
-        bits, group, scale: as there.
+        bits, group, scale: as for :func:`dequantize_groups`.
     """
     backend_of(payloads).dequantize_means(payloads, places, outs, bits=bits, group=group, scale=scale)
 
@@ -138,9 +144,7 @@ def dequantize_means(
 def dequantize_groups(
     payload: Tensor, out: Tensor, *, bits: int, group: int, scale: Scale, weight: float = 1.0, accumulate: bool = False
 ) -> None:
-    """``out = weight · decoded`` or, accumulating, ``out += weight · decoded``. The payload's size is the caller's
-    check.
-    """
+    """``out = weight · decoded`` or, accumulating, ``out += weight · decoded``. The caller checks the payload size."""
     backend_of(out).dequantize_groups(
         payload, out, bits=bits, group=group, scale=scale, weight=weight, accumulate=accumulate
     )

@@ -1,4 +1,4 @@
-"""Sparse vectors: sorted indices with values, sums of them, and indices in few bits.
+"""Sparse vectors: sorted indices with values, their sums, and the encoding of indices in few bits.
 
 **Elias–Fano** of k sorted indices below n: ``l`` = the smallest integer ≥ 0 with k·2**l ≥ n. First the upper part:
 2k bits, little-endian within bytes, bit ``(index_i >> l) + i`` set for each i: ceil(2k / 8) bytes. Then the lower part:
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def elias_fano_low_bits(k: int, n: int) -> int:
-    """Number of low bits stored per index: the smallest l ≥ 0 with k·2**l ≥ n (0 when there is nothing to store)."""
+    """Return the number of low bits per index: the smallest l ≥ 0 with k·2**l ≥ n (0 if there is nothing to store)."""
     return (-(-n // k) - 1).bit_length() if 0 < k < n else 0
 
 
 def elias_fano_nbytes(k: int, n: int) -> int:
-    """Bytes of k sorted indices below n: k·(2 + l) bits, each of the two parts rounded up to a byte."""
+    """Return the bytes of k sorted indices below n: k·(2 + l) bits, each of the two parts rounded up to a byte."""
     if k == 0:
         return 0
     return -(-2 * k // 8) + -(-k * elias_fano_low_bits(k, n) // 8)
@@ -47,23 +47,24 @@ def check_indices(indices: Tensor, n: int) -> None:
 
 
 def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: float = 1.0) -> None:
-    """``out[indices] += weight · values``; indices sorted (equal neighbours add up) and already checked."""
+    """``out[indices] += weight · values``. Indices are sorted (values at equal indices add up) and already checked."""
     backend_of(out).sparse_accumulate(out, indices, values, weight)
 
 
 def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: float = 1.0) -> None:
-    """``out = Σ weight · part``, each part as (indices, values) for :func:`sparse_accumulate`; to the bit what zeroing
-    and accumulating part by part gives.
+    """``out = Σ weight · part``, each part as (indices, values) for :func:`sparse_accumulate`.
+
+    The result has the same bits as setting ``out`` to zero and accumulating part by part.
     """
     backend_of(out).sparse_sum(out, parts, weight)
 
 
 def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) -> None:
-    """:func:`sparse_sum` of rows of bytes that hold k float32 values each, then k indices as :func:`elias_fano_encode`
+    """Apply :func:`sparse_sum` to payloads: rows of k float32 values each, then k indices as :func:`elias_fano_encode`
     writes them.
 
-    ``payloads`` is uint8 of shape (parts, bytes), each row contiguous and beginning at a multiple of four bytes.
-    Raises :class:`PayloadError` as :func:`elias_fano_decode` does, before anything is written.
+    ``payloads`` is uint8 of shape (parts, bytes), each row contiguous and beginning at a multiple of four bytes. Raises
+    :class:`PayloadError` as :func:`elias_fano_decode` does, before anything is written.
     """
     backend_of(out).sparse_sum_rows(out, payloads, k, weight)
 
@@ -71,14 +72,14 @@ def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) 
 def sparse_sum_all(
     outs: Sequence[Tensor], payloads: Tensor, begins: Sequence[int], ks: Sequence[int], weight: float = 1.0
 ) -> None:
-    """:func:`sparse_sum_rows` of several tensors; as few launches on a GPU as of one.
+    """Apply :func:`sparse_sum_rows` to several tensors, with no more GPU kernel launches than for one.
 
     Args:
         outs: flat float32.
-        payloads: (parts, bytes), uint8: each row holds one part of all of them.
-        begins: the bytes where those of the tensors begin in a row, multiples of four.
-        ks: how many elements of each a row has.
-        weight: as there.
+        payloads: (parts, bytes), uint8: each row holds one part of every tensor.
+        begins: for each tensor, the byte of a row where its payload begins, a multiple of four.
+        ks: for each tensor, the number of elements in a row.
+        weight: as for :func:`sparse_sum`.
     """
     if outs:
         backend_of(payloads).sparse_sum_all(outs, payloads, begins, ks, weight)
@@ -90,7 +91,7 @@ def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
 
 
 def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
-    """The k indices (int32) in ``payload`` (uint8, exactly :func:`elias_fano_nbytes` long).
+    """Return the k indices (int32) in ``payload`` (uint8, exactly :func:`elias_fano_nbytes` long).
 
     Raises :class:`PayloadError` unless it holds exactly k indices, all below n, never descending.
     """

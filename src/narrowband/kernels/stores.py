@@ -1,18 +1,18 @@
-"""Float32 kept in fewer bits, right on average: what waits in residuals.
+"""Residuals stored in fewer bits than float32, without bias.
 
-Both formats round stochastically, so that what is added to a kept number again and again is not rounded away: the
-expected value of what is kept is the number itself. Both draw 16 random bits for an element, and one hash serves two:
-of each 64 elements those of the first half take the lower bits of 32 hashes, those of the second half the upper ones::
+Both formats round stochastically: the expected value of the stored number is the number itself, so small values that
+are added again and again are not rounded away. Both draw 16 random bits per element, and one hash serves two elements:
+of each 64 elements, the first half takes the lower bits of 32 hashes, and the second half the upper bits::
 
     h = hash(32 · (i // 64) + i % 32, seed);  noise(i) = h % 2**16 if i % 64 < 32 else h // 2**16
 
-* ``bfloat16``: the upper half of a float32, after the noise was added to its bits. So the lower half decides how likely
-  the next larger magnitude is.
-* 8 bits: in groups of 64, each a whole number from −127 to 127 times a power of two of the group, the smallest one with
-  which the largest magnitude fits, and at least 2**−111. Of x and the power p the code is
-  ⌊(round(2**16 · x / p) + noise) / 2**16⌋. With powers of two, what was kept once is kept again to the bit.
+* ``bfloat16``: the upper half of a float32, after the noise has been added to its bits. So the lower half is the
+  probability of rounding up to the next larger magnitude.
+* 8 bits: each number is a whole number from −127 to 127 times a power of two. Each group of 64 has its own power: the
+  smallest with which the group's largest magnitude fits, and at least 2**−111. The code of x with the power p is
+  ⌊(round(2**16 · x / p) + noise) / 2**16⌋. Because p is a power of two, storing a stored number again keeps its bits.
 
-Without a seed, both round to the nearest: 8 bits with 2**15 as the noise.
+Without a seed, both round to nearest; 8 bits do so with 2**15 as the noise.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = ["LEAST_POWER", "STORE_GROUP", "keep_in_8", "keep_in_16", "read_from_8
 
 #: Elements that share a power of two.
 STORE_GROUP = 64
-#: The smallest power of two: with it, 2**16 / p is the largest that a float32 can be.
+#: Exponent of the smallest power of two p, with which 2**16 / p = 2**127 is the largest power of two in float32.
 LEAST_POWER = -111
 
 
 def keep_in_16(x: Tensor, out: Tensor, *, seed: int | None) -> None:
-    """``out`` (bfloat16) ← ``x`` (flat float32, finite); without a seed rounded to nearest."""
+    """Store ``x`` (flat float32, finite) in ``out`` (bfloat16); without a seed, round to nearest."""
     backend_of(x).keep_in_16(x, out, seed=seed)
 
 
 def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) -> None:
-    """``codes`` (int8, one each) and ``exponents`` (int8, one per group of 64) ← ``x`` (flat float32, finite); without
-    a seed rounded to nearest.
+    """Store ``x`` (flat float32, finite) in ``codes`` (int8, one per element) and ``exponents`` (int8, one per group of
+    64); without a seed, round to nearest.
     """
     backend_of(x).keep_in_8(x, codes, exponents, seed=seed)
 
 
 def read_from_8(codes: Tensor, exponents: Tensor, out: Tensor) -> None:
-    """``out`` (flat float32) ← what they hold."""
+    """Write the numbers that ``codes`` and ``exponents`` hold into ``out`` (flat float32)."""
     backend_of(out).read_from_8(codes, exponents, out)

@@ -17,7 +17,8 @@ __all__ = ["checksum"]
 
 
 def words_of(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The words of 32 bits of flat bytes, int32, and the index of the first: whole ones, then a last one filled up."""
+    """Yield (index of the first word, words as int32): first the whole words, then the last one, filled up with zeros.
+    """
     whole = x.numel() // 4
     yield 0, x[: 4 * whole].view(torch.int32)
     if x.numel() % 4:

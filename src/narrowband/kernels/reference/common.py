@@ -1,4 +1,4 @@
-"""What the reference's families share: random numbers, magnitudes as integers, and packed codes."""
+"""What the families of the reference share: random numbers, magnitudes as integers, and packed codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: Elements per temporary: large enough to keep a GPU busy, 32 MiB as int64.
 CHUNK = 1 << 22
 UINT32 = 0xFFFFFFFF
-#: All bits of a float but the sign. Finite floats without it, read as integers, order as their magnitudes do.
+#: All bits of a float except the sign. Without the sign bit, finite floats read as integers order by magnitude.
 MAGNITUDE = 0x7FFFFFFF
 #: Magnitude bits of infinity; anything at or above it is inf or NaN.
 NON_FINITE = 0x7F800000
@@ -39,26 +39,26 @@ def fold(seed: int) -> int:
 
 
 def hashes(begin: int, end: int, seed: int, device: torch.device) -> Tensor:
-    """``hash(i, seed)`` for i in [begin, end), as int64 in [0, 2**32)."""
+    """Return ``hash(i, seed)`` for i in [begin, end), as int64 in [0, 2**32)."""
     h = torch.arange(begin, end, dtype=torch.int64, device=device).add_(fold(seed)).bitwise_and_(UINT32)
     h ^= h >> 16
     h.mul_(0x7FEB352D).bitwise_and_(UINT32)
     h ^= h >> 15
-    h.mul_(0x846CA68B - (1 << 32)).bitwise_and_(UINT32)  # the same modulo 2**32, and the product stays inside int64
+    h.mul_(0x846CA68B - (1 << 32)).bitwise_and_(UINT32)  # equal modulo 2**32, and the product fits in int64
     h ^= h >> 16
     return h
 
 
 def uniform(begin: int, end: int, seed: int, device: torch.device, bits: int = 24) -> Tensor:
-    """``uniform(i)`` for i in [begin, end): float32 in [0, 1), of so many bits."""
+    """Return ``uniform(i)`` for i in [begin, end): float32 in [0, 1), of ``bits`` bits."""
     return (hashes(begin, end, seed, device) >> 32 - bits).to(torch.float32).mul_(2.0**-bits)
 
 
 def strata(n: int, size: int, seed: int, device: torch.device) -> Tensor:
-    """One position, int64, from each of ``size`` equal strata of [0, n)."""
+    """Return one int64 position from each of ``size`` equal strata of [0, n)."""
     if size == 0:
         return torch.empty(0, dtype=torch.int64, device=device)
-    # lo of every stratum and, last, hi of the last one
+    # the lo of every stratum, then the hi of the last one
     edges = torch.arange(size + 1, dtype=torch.int64, device=device).mul_(n).div_(size, rounding_mode="floor")
     width = edges[1:] - edges[:-1]
     return width.mul_(hashes(0, size, seed, device)).bitwise_right_shift_(32).add_(edges[:-1])
@@ -75,24 +75,24 @@ def runs_of_groups(numel: int, group: int) -> Iterator[tuple[int, int, int]]:
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """Magnitudes as int32 that order as |x| does, inf and NaN last."""
+    """Return int32 that order as |x| does, inf and NaN last."""
     return x.view(torch.int32) & MAGNITUDE
 
 
 def ordered_bits(bits: Tensor) -> Tensor:
-    """Bits of floats ↔ int32 that order as the floats do, −0 below +0. Its own inverse."""
+    """Map the bits of floats to int32 that order as the floats do, −0 below +0, or back: it is its own inverse."""
     return bits ^ ((bits >> 31) & MAGNITUDE)
 
 
 def floats_where_finite(least_G: Tensor, most_G: Tensor) -> tuple[Tensor, Tensor]:
-    """The floats that order like this, or NaN where one is not finite."""
+    """Return the floats of these ordered integers; both extremes of a group are NaN if one is not finite."""
     low_G, high_G = (ordered_bits(extreme).view(torch.float32) for extreme in (least_G, most_G))
     finite_G = torch.isfinite(low_G) & torch.isfinite(high_G)
     return torch.where(finite_G, low_G, torch.nan), torch.where(finite_G, high_G, torch.nan)
 
 
 def pack_codes(codes_GM: Tensor, bits: int) -> Tensor:
-    """The bytes of each group, plane after plane: uint8 (G, B)."""
+    """Pack codes into the bytes of each group, plane after plane: uint8 (G, B)."""
     groups, m = codes_GM.shape
     planes = []
     shift = 0
@@ -109,7 +109,7 @@ def pack_codes(codes_GM: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed_GB: Tensor, bits: int, m: int) -> Tensor:
-    """The inverse of :func:`pack_codes`: uint8 codes (G, M)."""
+    """Undo :func:`pack_codes`: return uint8 codes (G, M)."""
     codes_GM = torch.zeros(packed_GB.shape[0], m, dtype=torch.uint8, device=packed_GB.device)
     at = shift = 0
     for width in plane_widths(bits):

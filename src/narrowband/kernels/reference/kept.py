@@ -1,4 +1,4 @@
-"""Error feedback on a residual that is kept in fewer bits, in plain torch."""
+"""Error feedback on a residual that is stored in fewer bits, in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["compensate_kept"]
 
 
 class Options(NamedTuple):
-    """What :func:`compensate_kept` takes by name."""
+    """The keyword arguments of :func:`compensate_kept`."""
 
     decay: float
     sampled: bool
@@ -48,7 +48,7 @@ def kept_by_parts(
     k: int,
     options: Options,
 ) -> tuple[bool, Tensor, Tensor]:
-    """:func:`compensate_kept`, made of a backend's loops."""
+    """Run :func:`compensate_kept` as a sequence of a backend's loops."""
     if exponents is None:
         total = codes.float()
     else:
@@ -59,7 +59,7 @@ def kept_by_parts(
     if not finite:
         return False, at[:0], values[:0]
     put_former(x, codes, exponents)
-    total[at] = values.abs().amin()  # what is sent counts as the smallest of it where powers of two are found
+    total[at] = values.abs().amin()  # bounds the power of two of groups with sent elements
     if exponents is None:
         stores.keep_in_16(total, codes, seed=options.rounding)
     else:

@@ -16,7 +16,7 @@ __all__ = ["cheapest_within"]
 
 def cheapest_within(cost: Tensor, weight: Tensor, capacity: int) -> Tensor:
     rows = cost.shape[0]
-    least = torch.zeros(capacity + 1, dtype=torch.float64, device=cost.device)  # for each weight, of the rows so far
+    least = torch.zeros(capacity + 1, dtype=torch.float64, device=cost.device)  # per weight, over the rows so far
     chosen = torch.full((rows, capacity + 1), -1, dtype=torch.int32, device=cost.device)
     for row in range(rows):
         now = torch.full_like(least, math.inf)

@@ -1,4 +1,4 @@
-"""Values on levels of their group, in plain torch. K values, G groups."""
+"""Values on the levels of their group, in plain torch. K values, G groups."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 __all__ = ["levels_decode", "levels_encode"]
 
-#: The bfloat16 that is no number, as bits.
+#: The bits of NaN in bfloat16.
 _NAN = 0x7FC0
 
 
 def _groups(x: Tensor, group: int, fill: float) -> Tensor:
-    """Rows of a group each; the last filled up."""
+    """Return a matrix with a row per group; ``fill`` fills up the last row."""
     return torch.nn.functional.pad(x, (0, -x.numel() % group), value=fill).view(-1, group)
 
 
@@ -68,7 +68,7 @@ def levels_decode(payload: Tensor, k: int, *, bits: int, group: int) -> Tensor:
 
 
 def _low_and_step(ends: Tensor, k: int, group: int, top: int) -> tuple[Tensor, Tensor]:
-    """For each value: the lowest level of its group, and how far apart levels are."""
+    """Return, for each value, the lowest level of its group and the distance between levels."""
     low, high = ends.float().unbind(1)
     step = (high - low) / top
     return low.repeat_interleave(group)[:k], step.repeat_interleave(group)[:k]

@@ -48,7 +48,7 @@ def compensate_project(
 
 
 def _sum_up(p: Tensor, q: Tensor) -> Tensor:
-    """pᵀ·q, term by term."""
+    """Compute pᵀ·q, adding term by term."""
     total = p[0, :, None] * q[0]
     for k in range(1, p.shape[0]):
         total += p[k, :, None] * q[k]
@@ -60,7 +60,7 @@ def orthonormalize(p: Tensor) -> Tensor:
     for j in range(p.shape[1]):
         row = rows[:, j : j + 1]
         before = row.square().sum(-1, keepdim=True)
-        for _ in range(2):  # Gram and Schmidt, once more for what rounding left
+        for _ in range(2):  # Gram–Schmidt, repeated to remove what rounding left
             row = row - (row @ out[:, :j].mT) @ out[:, :j]
         rest = row.square().sum(-1, keepdim=True)
         dependent = rest <= DEPENDENT * before

@@ -25,7 +25,7 @@ __all__ = [
 
 
 def _planes(x: Tensor, nbytes: int) -> Iterator[tuple[int, slice, slice]]:
-    """(bit, bytes, elements) of a mask of x: which elements have this bit of these bytes, at most CHUNK at a time."""
+    """Yield (bit, bytes, elements) of a mask of x: the elements that have this bit of these bytes, at most CHUNK."""
     for begin in range(0, nbytes, common.CHUNK):
         for bit in range(8):
             at = bit * nbytes + begin
@@ -38,7 +38,7 @@ def mask_between(x: Tensor, out: Tensor, low: float = 0.0, high: float = math.na
     out.zero_()
     for bit, bytes_, elements in _planes(x, out.numel()):
         own = x.view(-1)[elements].float()
-        out[bytes_] |= (~((own <= low) | (own >= high))).to(torch.uint8) << bit  # NaN is kept
+        out[bytes_] |= (~((own <= low) | (own >= high))).to(torch.uint8) << bit  # NaN sets its bit
 
 
 def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
@@ -66,7 +66,7 @@ def _shape_of(windows: Windows) -> tuple[int, int, int, int]:
 
 
 def _begins(windows: Windows, columns: int, device: torch.device) -> Tensor:
-    """Where windows begin, in rows of so many columns: int32, (rows, columns, 1)."""
+    """Return where windows begin, in planes with rows of ``columns``: int32, (rows, columns, 1)."""
     (down, across), (above, before) = windows.stride, windows.padding
     row = torch.arange(windows.rows, dtype=torch.int32, device=device) * down - above
     column = torch.arange(windows.columns, dtype=torch.int32, device=device) * across - before

@@ -1,4 +1,4 @@
-"""Numbers that dwarf all others, in plain torch. K ranges, M magnitudes of a range."""
+"""Outliers that dwarf all other elements, in plain torch. K ranges, M magnitudes of a range."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dwarfed_rows(x: Tensor, rows: Rows, widths: Tensor) -> Tensor:
 def dwarfed_by_extremes(
     extremes: Callable[[Tensor, Rows], tuple[Tensor, Tensor]], x: Tensor, rows: Rows, widths: Tensor
 ) -> Tensor:
-    """The same, by a loop that finds extremes."""
+    """Implement :func:`dwarfed_rows` with ``extremes``, a backend's loop for :func:`row_extremes`."""
     parts, outer, groups, inner = rows.parts, rows.outer, rows.groups, rows.inner
     joined, pieces = pieces_of(rows)
 
@@ -43,7 +43,7 @@ def dwarfed_by_extremes(
 
 
 def _dwarfed(magnitude_KM: Tensor, least_WK: Tensor) -> Tensor:
-    """Whether in one of the ranges too few are at least so large."""
+    """Whether, in any range, only a few magnitudes are at least as large as ``least_WK``."""
     n_K = (magnitude_KM > 0).sum(-1)
     few_K = torch.minimum(torch.div(n_K + (FEW - 1), FEW, rounding_mode="floor"), n_K - 1)
     return ((magnitude_KM >= least_WK.unsqueeze(-1)).sum(-1) <= few_K).any(-1)

@@ -32,19 +32,19 @@ __all__ = ["dequantize_groups", "dequantize_means", "group_minmax", "quantize_al
 
 
 def _extremes(x_GM: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest of each group; NaN where the group is not finite."""
+    """Return the smallest and largest value of each group; NaN if the group is not finite."""
     ordered_GM = ordered_bits(x_GM.view(torch.int32))
     return floats_where_finite(ordered_GM.amin(1), ordered_GM.amax(1))
 
 
 def _centre(bits: int) -> int:
-    """s: the code of zero in the symmetric scales."""
+    """Return s, the code of zero in the symmetric scales."""
     return (1 << (bits - 1)) - 1
 
 
 def _header(x_GM: Tensor, bits: int, scale: Scale) -> tuple[Tensor, Tensor]:
-    """(lo, step) of each group; lo is zero in the symmetric scales."""
-    # A divisor that lives on the device: CUDA would turn a division by a Python number into a product.
+    """Return (lo, step) of each group; lo is zero in the symmetric scales."""
+    # The divisor is a tensor: CUDA would turn a division by a Python number into a product with its inverse.
     levels = torch.tensor(
         (1 << bits) - 1 if scale == "minmax" else _centre(bits), dtype=torch.int64, device=x_GM.device
     )
@@ -90,14 +90,14 @@ def quantize_groups(
                 value_GM.add_(uniform(begin, end, seed, x.device, 25 - bits if centre else 24).add_(centre).view(-1, m))
             else:
                 value_GM.add_(centre + 0.5)
-            # NaN becomes code 0: all of a group whose header is NaN, or lo + inf · 0 where max − min overflows
+            # NaN becomes code 0: whole groups whose header is NaN, and lo + inf · 0 if max − min overflows
             codes_GM = value_GM.nan_to_num_(nan=0.0).floor_().clamp_(0, top).to(torch.uint8)
         packed = pack_codes(codes_GM, bits).view(-1)
         out[at : at + packed.numel()] = packed
         at += packed.numel()
     out[at:] = 0
     if header:
-        # As bytes, because a payload may start at any address.
+        # Write bytes, because a payload may start at any address.
         floats = [low_G for low_G, _ in header] if scale == "minmax" else []
         floats += [step_G for _, step_G in header]
         bytes_ = torch.cat(floats).view(torch.uint8)

@@ -37,7 +37,7 @@ __all__ = [
 
 
 def _runs(rows: Rows, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-    """(first row, last row, the range of each): runs of rows, about CHUNK elements each."""
+    """Yield (first row, last row, the range of each row) for runs of rows of about CHUNK elements each."""
     run = max(common.CHUNK // max(rows.inner, 1), 1)
     for first in range(0, rows.total, run):
         last = min(first + run, rows.total)
@@ -47,7 +47,7 @@ def _runs(rows: Rows, device: torch.device) -> Iterator[tuple[int, int, Tensor]]
 
 
 def _rows_of(x: Tensor, rows: Rows, first: int, last: int) -> Tensor:
-    """Rows [first, last) as they are in memory, (R, I)."""
+    """Return rows [first, last) as a view, (R, I)."""
     return x.view(-1)[first * rows.inner : last * rows.inner].view(last - first, rows.inner)
 
 
@@ -92,7 +92,7 @@ def quantize_rows_extremes(
 
 
 def _learned(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> tuple[Tensor, Tensor]:
-    """New estimates, and by which share of their width an end has moved."""
+    """Return the new estimates, and the share of its width by which an end of each range has moved."""
     learned = estimates * decay + torch.stack((high - low, low)) * (1 - decay)
     width, beta = learned - estimates
     moved = torch.maximum(beta.abs(), (beta + width).abs())
@@ -112,11 +112,11 @@ def learning(
     out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
     apart: int | None = None, drift: float = math.inf,
 ) -> tuple[Tensor, bool, float]:  # fmt: skip
-    """``quantize_rows_learning`` by two loops: one makes codes and finds extremes, the other learns of these."""
+    """Run ``quantize_rows_learning`` as two loops: one makes codes and finds extremes, the other learns from these."""
     if apart is not None:
         x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
     own = estimates.contiguous()
-    levels = own.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
+    levels = own.new_full((), (1 << bits) - 1)  # some devices would multiply by a number's inverse
     low, step = own[1], own[0] / levels
     seen = quantize(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
     found = torch.stack((low, step, *seen))
@@ -157,7 +157,7 @@ def quantize_rows_adapting(
     note.copy_(torch.maximum(note.view(()), top).view(note.shape))
     chosen = torch.where(share > drift, torch.where(own[0] > jump * estimates[0], own, learned), estimates)
     chosen, learned = torch.where(finite, chosen, torch.nan), torch.where(finite, learned, estimates)
-    levels = estimates.new_full((), (1 << bits) - 1)  # a number would be inverted, and multiplied, on some devices
+    levels = estimates.new_full((), (1 << bits) - 1)  # some devices would multiply by a number's inverse
     ranges = torch.stack((chosen[1], chosen[0] / levels))
     quantize_rows(x, out, rows, *ranges, bits=bits, stochastic=stochastic, seed=seed)
     return ranges, learned
@@ -187,7 +187,7 @@ def affine_rows(
     affine: Affine | None,
     bits: int,
 ) -> None:
-    """Decode by a loop that knows no affine part, and apply that to what it wrote."""
+    """Decode by a loop without an affine part, then apply the affine map to the decoded values."""
     wide = out if out.dtype == torch.float32 else torch.empty(rows.numel, dtype=torch.float32, device=out.device)
     dequantize(codes, wide, rows, ranges, bits=bits)
     if affine is not None:

@@ -26,12 +26,12 @@ def _kth_largest(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def _indices(chosen: Tensor) -> Tensor:
-    """Where a mask is set: sorted int32."""
+    """Return the sorted int32 indices where a mask is set."""
     return chosen.nonzero().view(-1).to(torch.int32)
 
 
 def _largest(magnitudes: Tensor, k: int) -> Tensor:
-    """Sorted int32 indices of the k largest, ties to the lower index."""
+    """Return the sorted int32 indices of the k largest; ties go to the lower index."""
     if k == 0:
         return torch.empty(0, dtype=torch.int32, device=magnitudes.device)
     threshold = _kth_largest(magnitudes, k)

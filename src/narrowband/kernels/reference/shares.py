@@ -15,7 +15,7 @@ __all__ = ["from_share", "split_shares"]
 
 
 def _shift(rows: Tensor, ranks: int, turn: int) -> Tensor:
-    """By how many ranks the owners of a row's blocks are shifted: 0 to ranks − 1."""
+    """Return by how many ranks the owners of a row's blocks are shifted: 0 to ranks − 1."""
     h = (rows * 0x9E3779B1 + turn * 0x85EBCA77) & 0xFFFFFFFF
     h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
     return (h ^ (h >> 13)) % ranks

@@ -43,18 +43,18 @@ def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: floa
 
 
 def _bits_to_bytes(bits: Tensor) -> Tensor:
-    """Zeros and ones (uint8) to bytes, eight at a time, the first in the lowest bit; zeros fill the last byte."""
+    """Pack zeros and ones (uint8) into bytes, eight each, the first in the lowest bit; zeros fill the last byte."""
     padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
     return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
 
 
 def _bytes_to_bits(packed: Tensor) -> Tensor:
-    """The inverse of :func:`_bits_to_bytes`: eight zeros and ones (uint8) per byte."""
+    """Undo :func:`_bits_to_bytes`: return eight zeros and ones (uint8) per byte."""
     return ((packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).view(-1)
 
 
 def _low_bits_pieces(k: int, low_bits: int) -> Iterator[tuple[int, int, int, int]]:
-    """(first index, last index, first byte, last byte) of runs whose low bits are about CHUNK and start at a byte."""
+    """Yield (first index, last index, first byte, last byte) of runs of about CHUNK low bits; each starts at a byte."""
     run = max(common.CHUNK // (8 * max(low_bits, 1)), 1) * 8
     for first in range(0, k, run):
         last = min(first + run, k)

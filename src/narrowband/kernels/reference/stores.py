@@ -1,4 +1,4 @@
-"""Float32 kept in fewer bits, in plain torch."""
+"""Residuals stored in fewer bits, in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["keep_in_8", "keep_in_16", "read_from_8"]
 
 
 def _noise(n: int, seed: int, device: torch.device) -> Tensor:
-    """16 random bits for each of n elements, as int64."""
+    """Return 16 random bits for each of n elements, as int64."""
     half = STORE_GROUP // 2
     hashes_GH = common.hashes(0, -(-n // STORE_GROUP) * half, seed, device).view(-1, half)
     return torch.cat([hashes_GH & 0xFFFF, hashes_GH >> 16], 1).view(-1)[:n]
