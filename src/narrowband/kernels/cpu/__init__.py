@@ -1,7 +1,7 @@
 """The loops of :mod:`narrowband.kernels` on CPU, in Numba.
 
-What makes them fast: blocks that stay in L1 between two passes, integer loops that LLVM vectorizes (the magnitude of a
-float is its bits without the sign), no temporaries as large as the tensor, and no calls inside of loops.
+They are fast because blocks stay in L1 between two passes, integer loops are vectorized by LLVM (the magnitude of a
+float is its bits without the sign), no temporary is as large as the tensor, and loops contain no calls.
 """
 
 from __future__ import annotations

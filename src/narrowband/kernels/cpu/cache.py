@@ -1,14 +1,14 @@
-"""Compiled loops on disk: one file for each loop and the types of its arguments.
+"""A cache of compiled loops on disk: one file for each loop and types of arguments.
 
-Numba's own cache lies beside the sources and knows them by path, so that every installation compiles anew, and two
-processes that add to the same loop at once can leave one's code under the other's name. Here a file's name says all
-that its content depends on (the sources of all loops, Python, Numba, the processor, the loop, its types), and a file is
-moved into place when it is complete. So whoever has the same sources finds the same files, and it does not matter who
-writes first.
+Numba's own cache lies beside the sources and identifies them by path. So every installation compiles anew, and two
+processes that add to the same loop at once can store one's code under the other's name. Here the file name contains
+everything that the content depends on (the sources of all loops, Python, Numba, the processor, the loop, its types),
+and a file is moved into place when it is complete. So processes with the same sources find the same files, and it does
+not matter which of them writes first.
 
-Numba has no public way to say where compiled code is kept. What is used of it instead is in :class:`LoopCache`: the
-attribute that holds a cache, and how a result is taken apart and put together. Where another version of Numba does that
-otherwise, loops are compiled in every process; a test says so.
+Numba has no public way to set a cache for compiled code. :class:`LoopCache` contains all private parts of Numba that
+are used instead: the attribute that holds a cache, and how a compiled result is serialized and rebuilt. If another
+version of Numba does this differently, loops are compiled in every process, and a test reports it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 
 __all__ = ["LoopCache", "folder", "keep"]
 
-#: Folders of other sources or versions that are kept: the others have not been used for longer.
+#: How many folders of other sources or versions are kept: those that were used last.
 _KEPT_FOLDERS = 16
 
 _SOURCES = Path(__file__).parent
 
 
 def keep(dispatcher: Any) -> Any:
-    """Have a loop look for its code on disk before it is compiled, and leave it there afterwards."""
+    """Make a loop look for its code on disk before it is compiled, and store it there afterwards."""
     dispatcher._cache = LoopCache(dispatcher.py_func)
     return dispatcher
 
 
 class LoopCache(NullCache):
-    """What Numba asks for compiled code of one loop, and gives it."""
+    """The cache of one loop, with the interface that Numba calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
@@ -65,7 +65,7 @@ class LoopCache(NullCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
         found = self._load(sig, target_context)
-        if found is None and compiling.begins(folder(), _refused()):  # another process may just have compiled it
+        if found is None and compiling.begins(folder(), _refused()):  # another process may have compiled it just now
             found = self._load(sig, target_context)
         return found
 
@@ -73,7 +73,7 @@ class LoopCache(NullCache):
         path = self._path(sig, target_context.codegen())
         if path is None or not path.is_file():
             return None
-        with suppress(Exception):  # whatever is wrong with a file: compiling writes it anew
+        with suppress(Exception):  # whatever is wrong with the file, compiling replaces it
             return CompileResult._rebuild(target_context, *pickle.loads(path.read_bytes()))
         return None
 
@@ -82,7 +82,7 @@ class LoopCache(NullCache):
         path = self._path(sig, data.codegen)
         if path is None or data.library.has_dynamic_globals:
             return
-        with suppress(OSError, AttributeError):  # the disk is full, or Numba has changed: the loop works all the same
+        with suppress(OSError, AttributeError):  # full disk, or a changed Numba: the loop works without
             content = dumps(data._reduce())
             with whole(path) as file:
                 file.write(content)
@@ -97,7 +97,7 @@ class LoopCache(NullCache):
 
 @functools.cache
 def folder() -> Path | None:
-    """Where loops of these sources are kept; None where nothing can be written, or nobody knows what they are of."""
+    """Return the folder for loops of these sources; None if nothing can be written, or the sources are unknown."""
     name = _fingerprint()
     if name is None:
         return None
@@ -115,7 +115,7 @@ def folder() -> Path | None:
 
 
 def _refused() -> Path | None:
-    """The folder that comes first, where loops are kept elsewhere because it cannot be written."""
+    """Return the preferred folder, if loops are stored elsewhere because it cannot be written; else None."""
     here, first = folder(), next(_parents())
     return None if here is None or here.parent == first else first
 
@@ -131,12 +131,14 @@ def _parents() -> Iterator[Path]:
 
 
 def _fingerprint() -> str | None:
-    """Of all that code depends on but for the processor: equal for equal sources, wherever they are installed, in a zip
-    archive too. None where the sources are left out: code of another version would have the same name.
+    """Hash all that code depends on except the processor.
+
+    Equal sources have equal hashes wherever they are installed, also in a zip archive. None if the sources are not
+    installed: code of different versions would have the same name.
     """
     parts = [sys.implementation.cache_tag or "", platform.python_version(), numba.__version__, llvmlite.__version__]
     digest = hashlib.sha256(repr(parts).encode())
-    package = files("narrowband.kernels")  # its own files hold constants that loops take in when they are compiled
+    package = files("narrowband.kernels")  # its own files hold constants that compiled loops include
     found = {f"cpu/{file.name}": file for file in (package / "cpu").iterdir()}
     found |= {file.name: file for file in package.iterdir()}
     sources = {name: file for name, file in found.items() if name.endswith(".py")}
@@ -146,7 +148,7 @@ def _fingerprint() -> str | None:
 
 
 def _forget_others(parent: Path, mine: Path) -> None:
-    """Keep the folders that were used last."""
+    """Delete the folders of other sources, except those used last."""
     with suppress(OSError):
         others = sorted(parent.glob("loops-*"), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in others[_KEPT_FOLDERS:]:

@@ -21,7 +21,7 @@ U64 = np.uint64
 
 @loop
 def _checksum_range(words, folded, first, last):
-    """Of words [first, last)."""
+    """Compute the checksum of words [first, last)."""
     total = U64(0)
     for i in range(first, last):
         total += U64(words[At(i)]) * U64(mix(U32(U32(i) + folded)) | U32(1))

@@ -1,4 +1,6 @@
-"""What feedback does to a gradient on CPU, fused with the selection of what to send and the writing of it."""
+"""Error feedback's update of a gradient on CPU, fused with the selection of what to send and the writing of the
+payload.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,10 @@ def _swap_add(x, residual, decay, begin, m):
 
 @instruction
 def _swap_add_block(typing, x, residual, decay, begin, threshold):  # noqa: ARG001 - they are types here
-    """``_swap_add`` of the BLOCK elements from ``begin`` on, and a word with a one for each sum whose magnitude reaches
-    the threshold: the compiler need not ask whether the arrays overlap, and nothing is read twice.
+    """Run ``_swap_add`` on the BLOCK elements from ``begin`` on.
+
+    Returns a word with a one for each sum whose magnitude reaches the threshold. In IR, the compiler need not check
+    whether the arrays overlap, and nothing is read twice.
     """
 
     def generate(context, builder, signature, arguments):
@@ -88,7 +92,7 @@ def _swap_add_block(typing, x, residual, decay, begin, threshold):  # noqa: ARG0
 
 @loop
 def _compensate_range(x, residual, residual_bits, decay, threshold, found, kept, first, last):
-    """Swap-add, the sums that reach the threshold, and the largest magnitude among these, block by block."""
+    """Swap-add block by block; collect the sums that reach the threshold, and the largest magnitude among these."""
     count = np.int64(0)
     top = I32(0)
     whole = min(last, x.size // BLOCK)
@@ -113,7 +117,7 @@ def _compensate_range(x, residual, residual_bits, decay, threshold, found, kept,
 
 
 def _bits_of(below: float) -> Any:
-    """The bits of a positive float32, or of infinity where it is larger."""
+    """Return the bits of a positive float32; those of infinity if it is larger."""
     return np.float32(min(below, np.inf)).view(np.int32)
 
 
@@ -121,7 +125,7 @@ def _compensate(
     x: Array, residual: Array, decay: float, threshold: Any, room: int, limit: Any = NON_FINITE
 ) -> tuple[bool, list[Survivors]]:
     bits = residual.view(np.int32)
-    threshold = I32(min(threshold, limit))  # what is too large is among those that reach it
+    threshold = I32(min(threshold, limit))  # sums that are too large are among those that reach it
 
     def work(first: int, last: int) -> tuple[int, Survivors]:
         arrays = room_for(min(room, (last - first) * BLOCK))
@@ -159,9 +163,10 @@ def _compensate_select(
 def _encode_topk_whole(
     x, residual, bits, decay, k, low_bits, rank, fold, room, sample, sample_bits, values, indices, subtract
 ):
-    """All of ``encode_topk`` on one thread, in one call. Returns 1 when the payload is written, 0 when something is not
-    finite, −1 or −2 when the sample let too few or too many survive: the sums are then made, and what is large among
-    them is still to be found.
+    """Run all of ``encode_topk`` on one thread, in one call.
+
+    Returns 1 if the payload is written, 0 if something is not finite, −1 or −2 if the sample let too few or too many
+    elements survive. In the last two cases the sums are made, and the largest among them are still to be found.
     """
     threshold = I32(min(threshold_of_runs(x, residual, decay, rank, fold, sample, sample_bits), NON_FINITE))
     found, kept = np.empty(room, np.int32), np.empty(room, np.int32)
@@ -225,8 +230,10 @@ def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
 
 @instruction
 def _difference_block(typing, x, base, out, begin, limit):  # noqa: ARG001 - they are types here
-    """``out = x − base`` of the BLOCK elements from ``begin`` on, and a word with a one for each at or above the limit:
-    the compiler need not ask whether the arrays overlap, and nothing is read twice.
+    """Compute ``out = x − base`` of the BLOCK elements from ``begin`` on.
+
+    Returns a word with a one for each difference at or above the limit. In IR, the compiler need not check whether the
+    arrays overlap, and nothing is read twice.
     """
 
     def generate(context, builder, signature, arguments):
@@ -270,8 +277,9 @@ def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf)
 
 @instruction
 def _take_difference_block(typing, x, base, begin):  # noqa: ARG001
-    """``(x, base) ← (base, x − base)`` of the BLOCK elements from ``begin`` on, and a word with a one for each
-    difference that is not finite.
+    """Compute ``(x, base) ← (base, x − base)`` of the BLOCK elements from ``begin`` on.
+
+    Returns a word with a one for each difference that is not finite.
     """
 
     def generate(context, builder, signature, arguments):
@@ -318,4 +326,4 @@ def take_difference(x: Tensor, base: Tensor) -> bool:
 
 def all_zero(x: Tensor) -> bool:
     bits = x.numpy().view(np.int32)
-    return bool(_below_range(bits, I32(1), 0, bits.size))  # on one thread, as it usually ends soon
+    return bool(_below_range(bits, I32(1), 0, bits.size))  # on one thread: it usually ends soon

@@ -1,4 +1,6 @@
-"""Elements of float32 and bfloat16 tensors, read and written as they are: bfloat16 is the upper half of a float32."""
+"""Elements of float32 and bfloat16 tensors, read and written in their own dtype: bfloat16 is the upper half of a
+float32.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,12 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-#: The NaN that bfloat16 outputs hold: rounding the bits of another could carry into its sign.
+#: The NaN written to bfloat16 outputs: rounding the bits of another NaN could carry into its sign.
 BF16_NAN = np.int16(0x7FC0)
 
 
 def bits_of(x, i):
-    """The bits of element i as float32, int32; of float32 these are all that is given."""
+    """Return the float32 bits of element i, as int32; a float32 array is passed as its int32 bits."""
 
 
 @overload(bits_of, inline="always")
@@ -45,7 +47,7 @@ def _(x, i):  # noqa: ARG001
 
 
 def value_of(x, i):
-    """Element i, float32."""
+    """Return element i as float32."""
 
 
 @overload(value_of, inline="always")
@@ -58,7 +60,7 @@ def _(x, i):  # noqa: ARG001
 
 
 def put(out, i, value):
-    """Element i of out, rounded to nearest, ties to even, where it is bfloat16."""
+    """Write ``value`` to element i of out; if out is bfloat16, round to nearest, ties to even."""
 
 
 @overload(put, inline="always")
@@ -81,7 +83,7 @@ FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
 
 def load_lanes(builder: Any, place: Any, dtype: Any) -> Any:
-    """LANES float32 of either dtype."""
+    """Load LANES elements of either dtype as float32."""
     found = builder.load(place)
     if dtype == types.float32:
         found.align = 4
@@ -91,7 +93,7 @@ def load_lanes(builder: Any, place: Any, dtype: Any) -> Any:
 
 
 def store_lanes(builder: Any, place: Any, dtype: Any, value: Any) -> None:
-    """What ``put`` does, for LANES elements."""
+    """Do what ``put`` does, for LANES elements."""
     prefetch(builder, place, PAGE)
     if dtype == types.float32:
         builder.store(value, place).align = 4
@@ -109,7 +111,7 @@ def splat_int(value: int) -> Any:
 
 
 def mix_lanes(builder: Any, first: Any) -> Any:
-    """``mix`` of LANES numbers, from this one on."""
+    """Compute ``mix`` of LANES successive numbers that begin with ``first``."""
     h = builder.add(splat(builder, first), ir.Constant(INTS, list(range(LANES))))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         h = builder.mul(builder.xor(h, builder.lshr(h, splat_int(shift))), splat_int(factor))
@@ -118,7 +120,7 @@ def mix_lanes(builder: Any, first: Any) -> Any:
 
 @instruction
 def _pointer(typing, address, dtype):  # noqa: ARG001
-    """An address as Numba's pointer to elements of a dtype."""
+    """Turn an address into Numba's pointer to elements of a dtype."""
 
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -128,16 +130,16 @@ def _pointer(typing, address, dtype):  # noqa: ARG001
 
 @inlined
 def array_at(address, dtype):
-    """A flat array that begins at an address, of whatever length: loops do not ask."""
+    """Return a flat array that begins at an address. Its length is arbitrary: loops do not check it."""
     return carray(_pointer(address, dtype), (1,))
 
 
 @inlined
 def floats_at(address, rows, columns):
-    """A float32 matrix that begins at an address."""
+    """Return the float32 matrix that begins at an address."""
     return carray(_pointer(address, np.float32), (rows, columns))
 
 
 def array_of(x: Tensor) -> Array:
-    """What the loops read, flat: float32, or int16 in place of bfloat16."""
+    """Return a tensor as the loops read it, flat: float32, or int16 for bfloat16."""
     return x.view(-1).view(torch.int16).numpy() if x.dtype == torch.bfloat16 else x.view(-1).numpy()

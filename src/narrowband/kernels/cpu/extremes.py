@@ -1,6 +1,6 @@
-"""Extremes of rows that share a range, and what estimates learn of them, on CPU.
+"""Extremes of rows that share a range, and how estimates learn from them, on CPU.
 
-While loops look, extremes are integers that order as the floats do.
+Inside the loops, extremes are *ordered* integers, which order as the floats do.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 _NAN = np.int32(0x7FC00000)
-#: Elements that are worth a thread of their own: loops over rows take a third of a nanosecond for one.
+#: The fewest elements that are worth a thread: loops over rows take a third of a nanosecond per element.
 PER_THREAD = 1 << 18
 #: Below and above all floats, as integers that order as they do (see ``_extremes_range``).
 LOWEST, HIGHEST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
 
 
 def lines_of(x: Tensor, rows: Rows) -> tuple[Array, int]:
-    """The bits of x, flat, int32 or int16, and how far apart in them its lines begin: a line is a row of every group,
-    and behind it may be something else.
+    """Return the bits of x, flat, int32 or int16, and the distance of its lines in elements.
+
+    A line is a row of every group; elements between two lines do not belong to x.
     """
     width = max(rows.groups * rows.inner, 1)
     if x.is_contiguous():
@@ -44,17 +45,17 @@ def lines_of(x: Tensor, rows: Rows) -> tuple[Array, int]:
 
 
 def form_of(rows: Rows) -> tuple[int, int, int]:
-    """(elements of a row, groups, rows of a part); loops divide by the last two, even where there are no rows."""
+    """Return (elements of a row, groups, rows of a part). The last two are at least 1, because loops divide by them."""
     return rows.inner, max(rows.groups, 1), max(rows.outer * rows.groups, 1)
 
 
-#: Rows of fewer elements are taken one by one, many to a vector, where that is how their codes lie anyway.
+#: Rows shorter than this are handled element by element, many to a vector, if the layout of their codes permits it.
 _NARROW = 16
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def cut_of(rows: Rows, bits: int = 8) -> tuple[Rows, int]:
-    """Rows as loops take them, and how many of their neighbouring ranges are one."""
+    """Return (rows as the loops take them, how many of their neighbouring ranges are one range of ``rows``)."""
     width = rows.groups * rows.inner
     if bits != 8 or not 1 < rows.inner < _NARROW <= width:
         return rows, 1
@@ -66,8 +67,9 @@ def cut_of(rows: Rows, bits: int = 8) -> tuple[Rows, int]:
 
 @inlined
 def widen(x, begin, inner, low, high, at):
-    """Take a row into ordered extremes: integers that order as the floats do, which bits of negative floats themselves
-    do backwards.
+    """Widen ordered extremes by the elements of a row.
+
+    Ordered integers order as the floats do; the bits of negative floats themselves order backwards.
     """
     least, most, far = HIGHEST, LOWEST, LOWEST  # far: the bits of the negative float farthest from zero
     for j in range(inner):
@@ -84,7 +86,7 @@ def widen(x, begin, inner, low, high, at):
 
 @inlined
 def widen_each(x, begin, count, low, high, at):
-    """Take neighbours into ordered extremes, each into its own."""
+    """Widen the ordered extremes of neighbouring ranges, each by one of ``count`` neighbouring elements."""
     for j in range(count):
         b = bits_of(x, begin + j)
         ordered = I32(b ^ I32(I32(b >> I32(31)) & MAGNITUDE))
@@ -94,18 +96,18 @@ def widen_each(x, begin, count, low, high, at):
 
 @loop
 def _extremes_singles(x, pitch, groups, per_part, low, high, first, last):
-    """``_extremes_range`` where rows have one element: neighbours in a line are taken into neighbouring ranges."""
+    """``_extremes_range`` for rows of one element: neighbours in a line belong to neighbouring ranges."""
     r = first
     while r < last:
         group = r % groups
-        count = min(groups - group, last - r)  # as many as are left of the line
+        count = min(groups - group, last - r)  # at most what is left of the line
         widen_each(x, r // groups * pitch + group, count, low, high, r // per_part * groups + group)
         r += count
 
 
 @loop
 def _extremes_range(x, pitch, inner, groups, per_part, low, high, first, last):
-    """Ordered extremes of rows [first, last), taken into those of their part and group."""
+    """Widen the ordered extremes of each part and group by rows [first, last)."""
     part, inside = first // per_part, first % per_part
     group, line = first % groups, first // groups
     for _ in range(first, last):
@@ -136,7 +138,7 @@ def row_extremes(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def looked_at(rows: Rows) -> int:
-    """Rows that have elements."""
+    """Return the number of rows to look at: none if rows have no elements."""
     return rows.total if rows.inner else 0
 
 
@@ -146,7 +148,7 @@ def no_extremes(rows: Rows) -> tuple[Array, Array]:
 
 
 def together(found: list[tuple[Array, Array]], times: int) -> tuple[Array, Array]:
-    """What all threads found, of so many neighbouring ranges at a time."""
+    """Merge the extremes that all threads found, of ``times`` neighbouring ranges at a time."""
     (low, high), *others = found
     for lower, higher in others:
         np.minimum(low, lower, out=low)
@@ -157,7 +159,7 @@ def together(found: list[tuple[Array, Array]], times: int) -> tuple[Array, Array
 
 
 def extremes_of(found: list[tuple[Array, Array]], times: int) -> tuple[Tensor, Tensor]:
-    """As floats, from what all threads found."""
+    """Merge the extremes that all threads found, and return them as floats."""
     low, high = together(found, times)
     _floats(low, high)
     return torch.from_numpy(low.view(np.float32)), torch.from_numpy(high.view(np.float32))
@@ -165,7 +167,7 @@ def extremes_of(found: list[tuple[Array, Array]], times: int) -> tuple[Tensor, T
 
 @inlined
 def to_floats(low, high):
-    """Ordered extremes become bits of floats, in place: NaN where one is not finite."""
+    """Turn ordered extremes into bits of floats, in place: NaN where one is not finite."""
     for j in range(low.size):
         i = At(j)
         if high[i] >= NON_FINITE or low[i] < -NON_FINITE:
@@ -182,7 +184,9 @@ def _floats(low, high):
 
 @inlined
 def take_in(estimates, low, high, decay, rest, learned):
-    """Whether all extremes are finite, and the largest share of its width by which an end has moved."""
+    """Let estimates learn; return whether all extremes are finite, and the largest share of its width by which an end
+    has moved.
+    """
     finite, largest = True, F32(0)
     for g in range(low.size):
         i = At(g)

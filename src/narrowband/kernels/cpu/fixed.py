@@ -1,4 +1,6 @@
-"""Fixed point on CPU: quantization with its range check, and sums of slices that wrap around and come apart again."""
+"""Fixed point on CPU: quantization with a range check, and sums of slices modulo 2**bits, from which slices can be
+subtracted again.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,20 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-#: Elements that stay in the first-level cache while slice after slice is added to them.
+#: Elements that stay in the L1 cache while one slice after the other is added to them.
 CHUNK = 2048
 
 
 @loop
 def _quantize_range(x, bits, out, inverse, top, first, last):
-    """Codes; the largest magnitude, as bits; the checksum."""
+    """Write codes; return the largest magnitude, as bits, and the checksum."""
     largest, checksum = I32(0), U32(0)
     one = out.dtype.type
     for j in range(first, last):
         i = At(j)
         largest = max(largest, I32(bits[i] & MAGNITUDE))
         scaled = np.rint(F32(x[i] * inverse))
-        scaled = scaled if scaled < top else top  # NaN, too, is then the largest; nobody uses what is decoded from it
+        scaled = scaled if scaled < top else top  # NaN becomes the largest code, too; no one uses it
         code = I32(scaled if scaled > -top else -top)
         out[i] = one(code)
         checksum = U32(checksum + U32(U32(code) * U32(2 * j + 1)))
@@ -47,7 +49,7 @@ def fixed_quantize(x: Tensor, out: Tensor, unit: float, limit: int) -> tuple[flo
 
 
 def largest_float(limit: int) -> Any:
-    """The largest float32 that is at most ``limit``."""
+    """Return the largest float32 that is at most ``limit``."""
     nearest = np.float32(limit)
     return nearest if int(nearest) <= limit else np.nextafter(nearest, np.float32(0))
 

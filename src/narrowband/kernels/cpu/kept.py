@@ -1,9 +1,10 @@
-"""Error feedback on a residual that is kept in fewer bits, on CPU.
+"""Error feedback on a residual that is stored in fewer bits, on CPU.
 
-One pass reads gradient and residual, collects the sums that are large, keeps the others and leaves what was kept in the
-gradient's memory: with 8 bits 5 bytes per element are read and 2 written, where a residual in float32 in between would
-add 16. It needs to know what is large, and the largest power of two, before it begins. Both come from a sample, and are
-known only when it is done, so the part of the gradient that is overwritten is put aside until then.
+One pass reads gradient and residual, collects the large sums, stores the others in the residual and writes the old
+residual into the gradient's memory. With 8 bits, 5 bytes per element are read and 2 written; a float32 residual in
+between would add 16. Before it begins, the pass needs the threshold for large sums and the bound of the powers of two.
+Both are estimated from a sample and are only certain after the pass. So the part of the gradient that is overwritten is
+saved (*aside*) until then.
 """
 
 from __future__ import annotations
@@ -73,18 +74,18 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-assert BLOCK == STORE_GROUP  # what is compared at once has one power of two
+assert BLOCK == STORE_GROUP  # the elements that are compared at once share a power of two
 
-#: Blocks whose sums stay in L1 until it is seen which of them are large.
+#: Blocks whose sums stay in L1 until the large ones have been collected.
 _CHUNK = 32
-#: Survivors of a block that are written without asking whether there are so many: asking is often guessed wrong.
+#: Survivors of a block that are written without checking whether it has so many: that branch is often mispredicted.
 _UNASKED = 3
 _NONE = np.empty(0, np.int8)
 _LAST = np.uint64(1 << 63)
 
 
 def _kept(codes, unit, i):
-    """Element i of what is kept."""
+    """Return element i of the residual."""
 
 
 @overload(_kept, inline="always")
@@ -99,7 +100,7 @@ def _(codes, unit, i):  # noqa: ARG001
 
 
 def _unit(codes, exponents, group):
-    """What one of a group's codes stands for; of bfloat16 there is nothing to say."""
+    """Return the power of two of a group; 1 for bfloat16, which has none."""
 
 
 @overload(_unit, inline="always")
@@ -125,11 +126,12 @@ def _sum_at(x, codes, exponents, decay, i):
 
 @instruction
 def _keep_group(typing, x, codes, aside, buffer, slot, begin, unit, decay, threshold, most, folded):  # noqa: ARG001
-    """Keep the sums of the group from ``begin`` on, and zeros for those that reach the threshold, with a power of two
-    of at most ``most``; all sums go to the ``slot`` of a buffer. What was kept goes to where the gradient was, and what
-    it overwrites there goes aside.
+    """Store the sums of the group from ``begin`` on, with a power of two of at most ``most``.
 
-    Returns the power of two, and a word with a one for each that reaches the threshold.
+    Sums that reach the threshold are stored as zeros. All sums are written to ``slot`` of a buffer. The old residual is
+    written to where the gradient was, and what it overwrites there is saved aside.
+
+    Returns the power of two, and a word with a one for each sum that reaches the threshold.
     """
 
     def generate(context, builder, signature, arguments):
@@ -169,7 +171,7 @@ def _keep_group(typing, x, codes, aside, buffer, slot, begin, unit, decay, thres
         for q in range(parts):
             stored = builder.store(gradient[q], builder.gep(aside_at, [i32(q)]))
             stored.align = 64
-            stored.set_metadata("nontemporal", builder.module.add_metadata([i32(1)]))  # seldom read
+            stored.set_metadata("nontemporal", builder.module.add_metadata([i32(1)]))  # rarely read again
         return context.make_tuple(builder, signature.return_type, (exponent, word))
 
     form = (
@@ -190,8 +192,10 @@ def _keep_group(typing, x, codes, aside, buffer, slot, begin, unit, decay, thres
 
 @loop
 def _keep_range(x, codes, exponents, decay, aside, memory, threshold, most, folded, found, kept, first, last):
-    """Keep blocks [first, last), but for what reaches the threshold: how many these are, and the largest magnitude
-    among them. Their indices and bits are written while there is room. ``memory`` is that of x, in elements like codes.
+    """Store blocks [first, last) except the sums that reach the threshold.
+
+    Returns how many these are, and the largest magnitude among them. Their indices and bits are written while there is
+    room. ``memory`` is the memory of x, in elements of the type of codes.
     """
     count, top = np.int64(0), I32(0)
     whole = min(last, x.size // BLOCK)
@@ -247,8 +251,8 @@ def _keep_range(x, codes, exponents, decay, aside, memory, threshold, most, fold
 
 @loop
 def _threshold_of_runs(x, codes, exponents, decay, rank, expected, fold, out, out_bits):
-    """What :func:`.selection.threshold_of_runs` is to a residual in float32; and the magnitude that as many as wanted
-    are expected to reach.
+    """Do what :func:`.selection.threshold_of_runs` does for a float32 residual; also return the magnitude that k
+    elements are expected to reach.
     """
     runs = (out.size + RUN - 1) // RUN
     at = np.empty(runs, np.int32)
@@ -267,7 +271,7 @@ def _threshold_of_runs(x, codes, exponents, decay, rank, expected, fold, out, ou
 
 @loop
 def _sample_range(x, codes, exponents, decay, size, fold, first, last, out):
-    """Sums [first, last) of a sample."""
+    """Compute sums [first, last) of a sample."""
     at = np.empty(last - first, np.int32)
     strata(x.size, size, fold, first, last, at)
     for i in range(at.size):
@@ -275,7 +279,7 @@ def _sample_range(x, codes, exponents, decay, size, fold, first, last, out):
 
 
 def _thresholds(arrays: tuple[Any, ...], n: int, k: int, seed: int, sampled: bool) -> tuple[Any, Any]:
-    """The magnitudes (as bits) to select k with, and that the smallest selected is expected to have."""
+    """Return (the magnitude, as bits, to select k elements with; the expected magnitude of the least selected)."""
     size, fold, expected = sample_size(n, k), fold_seed(seed), sample_rank(n, k, 1.0)
     sample = room_for_sample(size)
     if not sampled and n >= 4 * size:
@@ -292,11 +296,12 @@ def _power_of(magnitude):
 
 @loop
 def _divide(found, kept, threshold, ties, chosen, chosen_kept, rest, rest_kept):
-    """What is above the threshold, and the first ``ties`` equal to it, goes to one side, all else to the other. Each
-    has room for one more.
+    """Move elements above the threshold, and the first ``ties`` equal to it, to one side, all others to the other side.
+
+    Each side has room for one element more.
     """
     at, other = np.int64(0), np.int64(0)
-    for i in range(found.size):  # every one is written to both, and overwritten where it does not belong: no branch
+    for i in range(found.size):  # without a branch: write each to both sides, and overwrite it where it does not belong
         chosen[At(at)] = rest[At(other)] = found[i]
         chosen_kept[At(at)] = rest_kept[At(other)] = kept[i]
         magnitude = kept[i] & MAGNITUDE
@@ -309,7 +314,7 @@ def _divide(found, kept, threshold, ties, chosen, chosen_kept, rest, rest_kept):
 
 @loop
 def _put_back(codes, exponents, at, values, folded, first, last):
-    """Keep a few more elements, with the powers of two that their groups have."""
+    """Store a few more elements, with the powers of two that their groups have."""
     for i in range(first, last):
         place = np.int64(at[At(i)])
         exponent = I32(exponents[At(place // BLOCK)]) if exponents.size else I32(0)
@@ -326,7 +331,7 @@ _memory = threading.local()
 
 
 def _aside(blocks: int, width: int) -> Array:
-    """Memory of this thread, in whole cache lines. It stays, for memory that is new is slow."""
+    """Return memory of this thread, aligned to cache lines. It is reused, because fresh memory is slow."""
     numel, line = blocks * width, 16
     held = getattr(_memory, "aside", None)
     if held is None or held.size < numel + line:
@@ -377,7 +382,7 @@ def compensate_kept(
 
 
 class _Step:
-    """One call of :func:`compensate_kept`: what the loops take, and what they have changed."""
+    """One call of :func:`compensate_kept`: the arguments of the loops, and what is needed to undo them."""
 
     def __init__(self, x: Tensor, codes: Tensor, exponents: Tensor | None, decay: Any, rounding: int) -> None:
         self.n = x.numel()
@@ -387,14 +392,14 @@ class _Step:
         self._aside = _aside(self._blocks, BLOCK * codes.itemsize // 4)
         powers = _NONE if exponents is None else exponents.numpy()
         self.arrays = x.numpy(), self._whole.numpy(), powers, decay
-        self._former = powers.copy()  # these are few: it is not worth to wake threads
+        self._former = powers.copy()  # few: not worth waking threads
 
     def power_of(self, magnitude: Any) -> Any:
-        """The most that a group's power of two may be where this is the least that is sent."""
+        """Return the bound of the groups' powers of two if this is the least selected magnitude."""
         return I32(0) if self._exponents is None else I32(_power_of(I32(min(magnitude, NON_FINITE - 1))))
 
     def keep(self, threshold: Any, most: Any, room: int) -> tuple[bool, tuple[Array, Array] | None]:
-        """Keep what is below the threshold: whether all is finite, and the others, if there is room for them."""
+        """Store what is below the threshold. Returns whether all is finite, and the other elements if there is room."""
         memory, fold = self._x.view(self._whole.dtype).numpy(), fold_seed(self._rounding)
 
         def work(first: int, last: int) -> tuple[int, Survivors]:
@@ -407,7 +412,7 @@ class _Step:
         return all(top < NON_FINITE for top, _ in parts), joined([part for _, part in parts])
 
     def undo(self) -> None:
-        """Gradient and what is kept are what they were."""
+        """Restore the gradient and the residual."""
         take_former(self._x, self._whole, None)
         gradient, _, powers, _ = self.arrays
         width = self._aside.shape[1]
@@ -418,18 +423,18 @@ class _Step:
         rest[:] = self._aside[whole:].reshape(-1)[: rest.size]
 
     def put_back(self, at: Array, bits: Array) -> None:
-        """Keep a few more sums."""
+        """Store a few more sums."""
         form = *self.arrays[1:3], at, bits.view(np.float32), fold_seed(self._rounding)
         spread(at.size, at.size, lambda a, b: _put_back(*form, a, b))
 
     def leave_powers(self) -> None:
-        """Powers of two as they were, to where :func:`take_former` looks for them."""
+        """Write the old powers of two to where :func:`take_former` looks for them."""
         if self._exponents is not None:
             for memory, own in former_places(self._x, None, torch.from_numpy(self._former)):
                 memory.numpy()[...] = own.numpy()
 
     def with_all_sums(self, k: int, seed: int) -> tuple[bool, Tensor, Tensor]:
-        """All of it where a sample says nothing: with the sums in memory."""
+        """Run the whole step with all sums in memory, for when a sample is no help."""
         sums = np.empty(self.n, np.float32)
         spread(self.n, self.n, lambda a, b: _sums_range(*self.arrays, sums, a, b))
         total, bits = torch.from_numpy(sums), sums.view(np.int32)
@@ -440,7 +445,7 @@ class _Step:
             found, _ = finish_topk(bits, look_again(bits, k, seed), k, seed, sampled=False)
         at, values = torch.from_numpy(found), torch.from_numpy(sums[found])
         put_former(self._x, self._codes, self._exponents)
-        total[at] = values.abs().amin()  # what is sent counts as the smallest of it where powers of two are found
+        total[at] = values.abs().amin()  # bounds the power of two of groups with sent elements
         if self._exponents is None:
             keep_in_16(total, self._codes, seed=self._rounding)
         else:

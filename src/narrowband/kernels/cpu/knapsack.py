@@ -1,4 +1,4 @@
-"""The choice of one item per row that is cheapest within a weight, on CPU."""
+"""The cheapest choice of one item per row within a total weight, on CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ __all__ = ["cheapest_within"]
 
 @loop
 def _fill(cost, weight, capacity, least, chosen):
-    """least[row % 2][w]: the smallest cost of rows up to this one within weight w; chosen[row][w]: how this row did."""
+    """Fill the tables of dynamic programming.
+
+    least[row % 2][w] is the smallest cost of the rows up to this one within weight w; chosen[row][w] is the item of
+    this row in that choice.
+    """
     least[1, :] = 0.0
     for row in range(cost.shape[0]):
         before, now, how = least[1 - row % 2], least[row % 2], chosen[row]

@@ -1,4 +1,4 @@
-"""Values on levels of their group, on CPU."""
+"""Values on the levels of their group, on CPU."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from narrowband.kernels.cpu.threads import spread
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The largest bfloat16, and one that is no number, as bits of a float32.
+#: The largest bfloat16, and NaN, as bits of a float32.
 _LARGEST, _NAN = U32(0x7F7F0000), U32(0x7FC00000)
 
 
 @inlined
 def _rounded(bits):
-    """A positive float32, as bits, rounded to the nearest bfloat16, but no further than to the largest."""
+    """Round a positive float32, given as bits, to the nearest bfloat16, at most to the largest finite one."""
     odd = U32((bits >> U32(16)) & U32(1))
     return min(U32(U32(bits + U32(0x7FFF) + odd) & U32(0xFFFF0000)), _LARGEST)
 
 
 @loop
 def _encode_groups(x, bits, width, group, ends, codes, first, last):
-    """Groups [first, last); ``ends`` has a float32 for the least and for the largest level of each, as bits."""
+    """Encode groups [first, last). ``ends`` has, per group, two float32 as bits: the lowest and the highest level."""
     top = F32((1 << (width - 1)) - 1)
     half = F32(0.5)
     both = np.empty(2, np.float32)

@@ -1,6 +1,6 @@
-"""What the loops on CPU are made of: how they are compiled, what they are written in, and their random numbers.
+"""Building blocks of the loops on CPU: how they are compiled, small instructions, and random numbers.
 
-Every loop is compiled without threads of its own and releases the GIL; :mod:`.threads` spreads it.
+Every loop is compiled without threads of its own and releases the GIL; :mod:`.threads` spreads it over threads.
 """
 
 from __future__ import annotations
@@ -26,66 +26,67 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined] # set as the module is load
     )
 
 F32, I32, U8, U32 = np.float32, np.int32, np.uint8, np.uint32
-#: An index known not to be negative: Numba then leaves out the wrap-around, and the loop vectorizes.
+#: Type of an index that is not negative: Numba then omits the wrap-around of indices, and the loop vectorizes.
 At = np.uintp
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 #: Magnitude bits of infinity; anything at or above it is inf or NaN.
 NON_FINITE = np.int32(0x7F800000)
 
-#: Elements in one vector, where a loop is written in vectors; on lesser machines LLVM makes several of it.
+#: Elements of a vector, in loops written in vectors; on machines with shorter vectors LLVM splits it.
 LANES = 16
-#: Bytes ahead of a write that its cache line is asked for: where a page ends, the hardware no longer guesses the next.
+#: How many bytes ahead of a write to prefetch: hardware prefetching stops at the end of a page.
 PAGE = 4096
 
-#: Of every loop. Nobody calls one through a C function pointer, and the wrapper for that takes time to compile.
+#: Options of every loop. No C wrapper: nobody calls a loop through a C function pointer, and it takes time to compile.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
 _FAST_SUMS = {"reassoc", "contract", "nsz"}
-_compiled: Any = njit  # its types know a part of its options
+_compiled: Any = njit  # its type stubs know only some of its options
 
 
 def loop(function: Callable[..., Any]) -> Any:
-    """A loop that Python may call, and other loops, too. These compile it once more as a part of their own."""
+    """Compile a loop that Python and other loops may call. Calling loops compile it again, as a part of themselves."""
     return keep(_compiled(function, **_OPTIONS))
 
 
 def variant(function: Callable[..., Any], *constants: object) -> Any:
-    """A loop made for constants that its function finds around it: what they rule out is not compiled.
+    """Compile a loop for constants that its function closes over: branches that they rule out are not compiled.
 
-    Compiled code is known by the function's name, so the constants have to be a part of that.
+    Compiled code is identified by the function's name, so the constants become a part of the name.
     """
     function.__qualname__ = function.__name__ = "_".join(map(str, (function.__name__, *constants)))
     return loop(function)
 
 
 def part(function: Callable[..., Any]) -> Any:
-    """A part of several loops that is compiled by itself, once in a process, and then linked into them."""
+    """Compile a part of several loops by itself, once per process; it is then linked into them."""
     return _compiled(function, no_cpython_wrapper=True, **_OPTIONS)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """A part of a loop, put into it before types are known.
+    """Mark a part of a loop that is inlined before types are inferred.
 
-    A call costs about 30 ns, the counting of references to the arrays it is given; that is what a block of 64 elements
-    takes altogether. It is also what compiles fastest where a loop has one place for it.
+    A call costs about 30 ns, for counting references to the arrays it is given: as much as a whole block of 64
+    elements. Inlining also compiles fastest if only one place in a loop uses the part.
     """
     return _compiled(function, inline="always", **_OPTIONS)
 
 
 def instruction(function: Callable[..., Any]) -> Any:
-    """A part of a loop that is written in LLVM's own terms."""
+    """Mark a part of a loop that is written in LLVM IR."""
     return intrinsic(function)
 
 
 def float_sum(function: Callable[..., Any]) -> Any:
-    """A part whose sums may be reordered, so that they vectorize."""
+    """Compile a part whose sums may be reordered, so that they vectorize."""
     return _compiled(function, no_cpython_wrapper=True, fastmath=_FAST_SUMS, **_OPTIONS)
 
 
 @instruction
 def rolled(typing, count):  # noqa: ARG001
-    """The same number, but LLVM does not know it: loops of few rounds, which it would write out one by one, stay loops,
-    and compile in a fraction of the time.
+    """Return the same number in a way that LLVM cannot see through.
+
+    LLVM would unroll loops of few rounds. With this count they stay loops, and compile in a fraction of the time.
     """
 
     def generate(context, builder, signature, arguments):
@@ -110,7 +111,7 @@ def fold_seed(seed: int) -> Any:
 
 
 def folded(low, high):
-    """The same inside of a loop, of both halves of a seed; None where there is none."""
+    """Compute ``fold_seed`` inside a loop, from both halves of a seed; None if there is no seed."""
 
 
 @overload(folded, inline="always")
@@ -129,7 +130,7 @@ def max_magnitude(bits, begin, m):
 
 
 def splat(builder: Any, scalar: Any) -> Any:
-    """A vector of LANES equal elements."""
+    """Return a vector of LANES equal elements."""
     vector = ir.VectorType(scalar.type, LANES)
     unset = ir.Constant(vector, ir.Undefined)
     one = builder.insert_element(unset, scalar, ir.Constant(ir.IntType(32), 0))
@@ -137,14 +138,14 @@ def splat(builder: Any, scalar: Any) -> Any:
 
 
 def neighbours(context: Any, builder: Any, array: Any, value: Any, index: Any) -> Any:
-    """The place of LANES neighbours of an array, as that of one vector."""
+    """Return the address of LANES neighbouring elements of an array, as a pointer to a vector."""
     data = context.make_array(array)(context, builder, value).data
     vector = ir.VectorType(data.type.pointee, LANES)
     return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
 
 
 def prefetch(builder: Any, place: Any, ahead: int) -> None:
-    """Ask for the cache line ``ahead`` bytes on, to be written."""
+    """Prefetch the cache line ``ahead`` bytes further on, for writing."""
     byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
     form = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
     instruction = builder.module.declare_intrinsic("llvm.prefetch", (byte,), form)

@@ -1,5 +1,5 @@
-"""Low rank on CPU: products of factors, and orthonormal rows. What ranks must agree on is summed up in an order that no
-machine changes.
+"""Low rank on CPU: products of factors, and orthonormal rows. Results that ranks must agree on are summed in an order
+that is the same on every machine.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from narrowband.kernels.lowrank import DEPENDENT
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Elements of a float64 vector; rows that are multiplied with each other at once; elements of theirs in one go, and
-#: between two visits to the sums.
+#: Elements of a float64 vector; rows that are multiplied with each other at once; elements of these rows per step, and
+#: per update of the sums in memory.
 WIDE, TILE, RUN, PIECE = 8, 4, 64, 256
 #: Columns of a low-rank product that are summed up together.
 COLUMNS = 1024
-#: Down to this product of the rows' shares (:func:`_inverse_root`), rows are orthonormal to float32 after one pass;
-#: below it, a second one is made.
+#: If the product of the rows' shares (:func:`_inverse_root`) is at least this, rows are orthonormal to float32
+#: precision after one pass; otherwise a second pass is made.
 WELL_APART = 1e-8
-#: A share that is this many times its error is known well enough for a second pass to repair the rest.
+#: A share of this many times its error is known well enough for a second pass to repair the rest.
 CERTAIN = 100.0
-#: Relative error of a sum of products in float64.
+#: The relative error of a sum of products in float64.
 ROUNDING = 1e-15
 
 
 @inlined
 def _sum_up(p, q, i, begin, count, terms, total):
-    """The first ``terms`` terms of row i of pᵀ·q from column ``begin`` on."""
+    """Add up the first ``terms`` terms of row i of pᵀ·q from column ``begin`` on."""
     a = p[0, i]
     for j in range(count):
         total[At(j)] = F32(a * q[0, At(begin + j)])
     k = 1
-    while k + 4 <= terms:  # four at a time, one after the other
+    while k + 4 <= terms:  # four terms per round, added one after the other
         a, b, c, d = p[k, i], p[k + 1, i], p[k + 2, i], p[k + 3, i]
         for j in range(count):
             t = F32(total[At(j)] + F32(a * q[k, At(begin + j)]))
@@ -70,15 +70,15 @@ def _sum_up(p, q, i, begin, count, terms, total):
 
 @functools.cache
 def _product(four: bool, accumulate: bool) -> Any:
-    """The loop of a product of rank 4, which most have, or any; each has code of its own."""
+    """Return the loop of a product of rank 4, the most common one, or of any rank; each is compiled by itself."""
 
     def _product_range(p, q, out, weight, total, first, last):
-        """Rows [first, last) of weight · pᵀ·q, some columns at a time: that piece of q stays in L2."""
+        """Compute rows [first, last) of weight · pᵀ·q, some columns at a time: that piece of q stays in L2."""
         r, m = q.shape
         for begin in range(0, m, COLUMNS):
             count = min(COLUMNS, m - begin)
             for i in range(first, last):
-                if four:  # in one go
+                if four:  # all terms at once
                     a, b, c, d = p[0, i], p[1, i], p[2, i], p[3, i]
                     for j in range(count):
                         t = F32(F32(a * q[0, At(begin + j)]) + F32(b * q[1, At(begin + j)]))
@@ -111,7 +111,7 @@ def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, 
 
 @instruction
 def _dot_tile(typing, sums, values, at, q, stride, start):  # noqa: ARG001 - they are types here
-    """Add up the products of RUN neighbours in ``values`` with those of TILE rows of ``q`` from place ``start`` on.
+    """Add up the products of RUN neighbours in ``values`` with those of TILE rows of ``q`` from ``start`` on.
 
     Each of the TILE sums has LANES lanes, which stay in registers meanwhile.
     """
@@ -144,12 +144,13 @@ def _dot_tile(typing, sums, values, at, q, stride, start):  # noqa: ARG001 - the
 
 @loop
 def _project_range(x, residual, values, bits, sent_p, sent_q, q, rows, p, total, sums, first, last):
-    """Rows [first, last): the residual loses what was sent and gains the gradient, then it is multiplied by q.
+    """Update rows [first, last) of the residual, and multiply them by q.
 
-    ``values`` and ``bits`` are the residual, flat, and ``rows`` is q, flat. ``total`` has zeros where nothing was sent.
+    What was sent is subtracted from the residual, and the gradient is added. ``values`` and ``bits`` are the residual,
+    flat, and ``rows`` is q, flat. ``total`` has zeros where nothing was sent.
     """
     m = x.shape[1]
-    r, stride = q.shape  # rows of zeros fill the last tile
+    r, stride = q.shape  # rows of zeros fill up the last tile
     top = I32(0)
     for i in range(first, last):
         if sent_p.shape[0]:
@@ -202,7 +203,7 @@ def compensate_project(
 
 
 def _wide(builder: Any, data: Any, index: Any) -> Any:
-    """The place of WIDE float64 from an index on."""
+    """Return the address of WIDE float64 from an index on."""
     return builder.bitcast(builder.gep(data, [index]), ir.VectorType(ir.DoubleType(), WIDE).as_pointer())
 
 
@@ -214,9 +215,10 @@ def _load(builder: Any, place: Any) -> Any:
 
 @instruction
 def _add_tile(typing, sums, at, rows, stride, a, b):  # noqa: ARG001 - they are types here
-    """Add up, for TILE rows from place ``a`` on and TILE from ``b`` on, the products of their next RUN elements.
+    """Add up the products of the next RUN elements of TILE rows from place ``a`` on with those of TILE rows from ``b``
+    on.
 
-    Each of the TILE² sums has WIDE lanes in ``sums[at:]``, and they stay in registers meanwhile.
+    Each of the TILE² sums has WIDE lanes in ``sums[at:]``, which stay in registers meanwhile.
     """
 
     def generate(context, builder, signature, arguments):
@@ -248,9 +250,9 @@ def _add_tile(typing, sums, at, rows, stride, a, b):  # noqa: ARG001 - they are 
 
 @instruction
 def _combine_tile(typing, out, stride, to, factors, at, rows, start):  # noqa: ARG001
-    """Add to 2 · WIDE elements of TILE rows from place ``to`` on TILE multiples each of the rows from ``start`` on.
+    """Add multiples of the rows from ``start`` on to 2 · WIDE elements of each of TILE rows from place ``to`` on.
 
-    ``factors[at:]`` holds those of the first of them, then of the next.
+    ``factors[at:]`` holds TILE factors for the first of the added rows, then for the next.
     """
 
     def generate(context, builder, signature, arguments):
@@ -287,7 +289,7 @@ def _combine_tile(typing, out, stride, to, factors, at, rows, start):  # noqa: A
 
 @inlined
 def _widen(p, begin, rows):
-    """Columns of p from ``begin`` on, as many as PIECE, as float64; zeros behind its end."""
+    """Return PIECE columns of p from ``begin`` on, as float64; zeros behind the end of p."""
     count = min(PIECE, p.shape[1] - begin)
     for a in range(p.shape[0]):
         for i in range(count):
@@ -298,7 +300,7 @@ def _widen(p, begin, rows):
 
 @loop
 def _gram(p, rows, flat, sums, gram):
-    """``gram ← p·pᵀ``, on and below the diagonal, piece by piece: what is in float64 stays in the caches."""
+    """Compute ``gram ← p·pᵀ``, on and below the diagonal, piece by piece: the float64 pieces stay in the caches."""
     tall, stride = rows.shape
     for at in range(sums.size):
         sums[At(at)] = 0.0
@@ -323,12 +325,12 @@ def _gram(p, rows, flat, sums, gram):
 
 @loop
 def _inverse_root(gram, root, inverse):
-    """The inverse of the lower triangular L with L·Lᵀ = gram; rows of zeros where a row of p depends on those before.
+    """Invert the lower triangular L with L·Lᵀ = gram; rows are zero where a row of p depends on those before it.
 
-    A row's share is what it keeps of its squared norm beside the rows before it. Returns the product of all shares but
-    those of rows that depend on others; and whether each was found. The factors of a row before which the shares have a
-    product of π are known to ROUNDING / π of the row, and so is its share: rows of very different length, each hardly
-    apart from the last, leave nothing of it.
+    A row's share is the part of its squared norm that remains after subtracting its projection on the rows before it.
+    Returns the product of all shares except those of dependent rows, and whether each share was found. If the shares of
+    the rows before have a product of π, a row's factors are known to ROUNDING / π of the row, and so is its share: rows
+    of very different length, each nearly dependent on the last, leave nothing of that precision.
     """
     r = gram.shape[0]
     product, found = 1.0, True
@@ -363,7 +365,7 @@ def _inverse_root(gram, root, inverse):
 
 @loop
 def _combine(inverse, p, rows, flat, sums, into, factors, out):
-    """``out ← inverse·p`` for a lower triangular inverse."""
+    """Compute ``out ← inverse·p`` for a lower triangular inverse."""
     tall, stride = rows.shape
     at = 0
     for a in range(0, tall, TILE):
@@ -389,7 +391,7 @@ def _combine(inverse, p, rows, flat, sums, into, factors, out):
 
 @inlined
 def _dot(a, b, n, sums):
-    """a·b of the first n elements; ``sums`` has WIDE."""
+    """Return a·b of the first n elements; ``sums`` has WIDE elements."""
     for lane in range(WIDE):
         sums[At(lane)] = 0.0
     whole = n // WIDE * WIDE
@@ -406,7 +408,7 @@ def _dot(a, b, n, sums):
 
 @loop
 def _row_by_row(p, out, sums):
-    """Gram and Schmidt: each row loses its share of every row before it, twice."""
+    """Gram–Schmidt: subtract from each row its projection on every row before it, twice."""
     r, n = p.shape
     rows = np.empty((r, n))
     for a in range(r):
@@ -427,19 +429,19 @@ def _row_by_row(p, out, sums):
 
 
 def orthonormalize(p: Tensor) -> Tensor:
-    """Cholesky's way: p·pᵀ = L·Lᵀ, and the rows of L⁻¹·p are orthonormal; twice where p's are hardly independent.
+    """Orthonormalize by Cholesky: p·pᵀ = L·Lᵀ, and the rows of L⁻¹·p are orthonormal.
 
-    Sums are in float64. Where even they do not tell how much of a row its predecessors leave, rows go one by one, which
-    takes longer.
+    The pass is repeated if the rows of p are hardly independent. Sums are in float64. If even these do not determine
+    how much of a row remains beside those before it, Gram–Schmidt treats the rows one by one, which takes longer.
     """
     out = torch.empty_like(p)
     if not p.numel():
         return out
     tall = -(-p.shape[1] // TILE) * TILE
     tiles = tall // TILE
-    rows = np.zeros((tall, PIECE + WIDE))  # rows a power of two apart would share cache lines
+    rows = np.zeros((tall, PIECE + WIDE))  # WIDE more: rows a power of two apart would collide in caches
     gram, root, inverse = (np.zeros((tall, tall)) for _ in range(3))
-    sums, factors = np.empty_like(rows), np.empty(tall * tall)  # of these tile by tile, in the order of their use
+    sums, factors = np.empty_like(rows), np.empty(tall * tall)  # factors tile by tile, in the order of their use
     products = np.empty(tiles * (tiles + 1) // 2 * TILE * TILE * WIDE)
     flat, flat_sums = rows.reshape(-1), sums.reshape(-1)
     for matrix, result in zip(p.numpy(), out.numpy(), strict=True):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @instruction
 def _masked_lanes(typing, mask, at, p, x, out, begin, factor):  # noqa: ARG001
-    """LANES elements times ``factor`` where bit p of the bytes ``mask[at:]`` is set, and zero where it is not."""
+    """Write LANES elements times ``factor`` where bit p of the bytes ``mask[at:]`` is set, and zero elsewhere."""
 
     def generate(context, builder, signature, arguments):
         packed = builder.load(neighbours(context, builder, signature.args[0], arguments[0], arguments[1]))
@@ -65,7 +65,7 @@ def _masked_lanes(typing, mask, at, p, x, out, begin, factor):  # noqa: ARG001
 
 @loop
 def _mask_range(x, out, low, high, first, last):
-    """Bytes [first, last): bit p of byte j says whether element j + p · bytes is beyond neither bound."""
+    """Write bytes [first, last): bit p of byte j says whether element j + p · bytes is beyond neither bound."""
     stride = out.size
     for j in range(first, last):
         out[At(j)] = 0
@@ -73,13 +73,13 @@ def _mask_range(x, out, low, high, first, last):
         begin = p * stride
         for j in range(first, min(last, x.size - begin)):
             value = value_of(x, begin + j)
-            beyond = U8(value <= low) | U8(value >= high)  # NaN is not
+            beyond = U8(value <= low) | U8(value >= high)  # NaN is beyond neither
             out[At(j)] |= U8((beyond ^ U8(1)) << U8(p))
 
 
 @loop
 def _apply_mask_range(mask, x, out, factor, first, last):
-    """The elements whose bits are in bytes [first, last)."""
+    """Mask the elements whose bits are in bytes [first, last)."""
     stride = mask.size
     for p in range(8):
         begin = p * stride
@@ -107,7 +107,7 @@ def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> Non
 
 @loop
 def _places_range(position, rows, stride, padding, width, kernel, starts, out, first, last):
-    """Lines [first, last), a row of results each: ``starts`` is where the windows of its elements begin."""
+    """Write the places of lines [first, last), a row of results each; ``starts`` says where its windows begin."""
     inverse = 1.0 / width
     turn = I32(kernel - width)
     for line in range(first, last):
@@ -120,7 +120,7 @@ def _places_range(position, rows, stride, padding, width, kernel, starts, out, f
 
 @loop
 def _positions_range(places, rows, stride, padding, width, kernel, starts, out, first, last):
-    """The inverse of ``_places_range``."""
+    """Invert ``_places_range``."""
     inverse = I32((1 << 16) // kernel + 1)
     turn = I32(width - kernel)
     for line in range(first, last):

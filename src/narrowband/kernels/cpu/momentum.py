@@ -1,4 +1,4 @@
-"""Momentum correction on CPU: velocity, accumulation and the choice of what to send in one pass over three arrays."""
+"""Momentum correction on CPU: velocity, accumulation and selection in one pass over three arrays."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-#: How many elements per element wanted should reach the threshold of the next step: enough that seldom too few do.
+#: How many elements per element wanted should reach the threshold of the next step, so that too few rarely do.
 AHEAD = 1.5
-#: By how much that threshold is lowered where it is not known how many would reach it.
+#: The factor by which that threshold is lowered if it is not known how many would reach it.
 LOWER = 0.98
-#: One element in so many may reach it before that costs a second look: sums grow fast in the first steps.
+#: One in so many elements may reach the threshold before a second pass is needed: sums grow fast in the first steps.
 ROOM = 32
 
 
 @inlined
 def _corrected(now, before, i, momentum, nesterov):
-    """The corrected sum after a step: the newest sum; Nesterov's variant adds its last step once more."""
+    """Return the corrected sum after a step: the newest sum; Nesterov's variant adds momentum times its last change."""
     new = before[i]
     return F32(new + F32(momentum * F32(new - now[i]))) if nesterov else new
 
@@ -72,9 +72,10 @@ def _advance_one(x, now, before, i, momentum, scale):
 
 @instruction
 def _advance_block(typing, x, now, before, begin, momentum, scale, nesterov, threshold):  # noqa: ARG001 - they are types here
-    """``_advance_one`` for the BLOCK elements from ``begin`` on, and a word with a one for each whose ``_corrected``
-    reaches
-    the threshold: the compiler need not ask whether arrays overlap, and nothing is read twice.
+    """Run ``_advance_one`` on the BLOCK elements from ``begin`` on.
+
+    Returns a word with a one for each element whose ``_corrected`` reaches the threshold. In IR, the compiler need not
+    check whether the arrays overlap, and nothing is read twice.
     """
 
     def generate(context, builder, signature, arguments):
@@ -106,8 +107,10 @@ def _advance_block(typing, x, now, before, begin, momentum, scale, nesterov, thr
 
 @loop
 def _advance_range(x, now, before, momentum, scale, nesterov, threshold, found, kept, first, last):
-    """Advance, and write the corrected sums that reach the threshold, indices and values; count on where there is no
-    room. Returns that count, and whether all is finite: what is not reaches every threshold.
+    """Advance, and write the indices and values of the corrected sums that reach the threshold.
+
+    Without room, elements are only counted. Returns the count, and whether all is finite: non-finite elements reach
+    every threshold.
     """
     count = np.int64(0)
     finite = True
@@ -130,7 +133,7 @@ def _advance_range(x, now, before, momentum, scale, nesterov, threshold, found, 
         _advance_one(x, now, before, i, momentum, scale)
         corrected = _corrected(now, before, i, momentum, nesterov)
         finite &= np.isfinite(corrected)
-        if not abs(corrected) < limit:  # NaN is not less, either
+        if not abs(corrected) < limit:  # true for NaN, too
             if count < found.size:
                 found[At(count)] = I32(i)
                 kept[At(count)] = corrected
@@ -140,7 +143,7 @@ def _advance_range(x, now, before, momentum, scale, nesterov, threshold, found, 
 
 @loop
 def _sample_range(x, now, before, momentum, scale, nesterov, size, fold, first, last, out):
-    """Values [first, last) of a sample of what the corrected sums are going to be."""
+    """Compute values [first, last) of a sample of the corrected sums after this step."""
     at = np.empty(last - first, np.int32)
     strata(x.size, size, fold, first, last, at)
     for i in range(at.size):
@@ -181,7 +184,7 @@ def momentum_topk(
             size, 8 * size,
             lambda a, b: _sample_range(gradient, last, new, m, gain, nesterov, size, fold, a, b, sample),
         )  # fmt: skip
-        level = min(kth_largest(bits, sample_rank(n, k))[0], NON_FINITE)  # what is not finite has to reach it
+        level = min(kth_largest(bits, sample_rank(n, k))[0], NON_FINITE)  # non-finite sums have to reach it
 
     def work(first: int, stop: int) -> tuple[bool, Survivors]:
         found, kept = room_for(min(room, (stop - first) * BLOCK))
@@ -222,7 +225,7 @@ def _forget(now, before, at, momentum, nesterov, masking, old):
         j = At(at[i])
         old[i] = now[j]
         velocity = F32(0) if masking else F32(before[j] - now[j])
-        sum_left = F32(-F32(momentum * velocity)) if nesterov else F32(0)  # its corrected sum is zero
+        sum_left = F32(-F32(momentum * velocity)) if nesterov else F32(0)  # makes the corrected sum zero
         before[j] = sum_left
         now[j] = F32(sum_left - velocity)
 

@@ -1,4 +1,4 @@
-"""Numbers that dwarf all others, on CPU: one look at the elements finds magnitudes of rows and columns."""
+"""Outliers that dwarf all other elements, on CPU: one pass finds the magnitudes of rows and columns."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-_BY_ROW, _BY_COLUMN = (F32(1 / reach) for reach in REACH)  # powers of two: to divide is to multiply
+_BY_ROW, _BY_COLUMN = (F32(1 / reach) for reach in REACH)  # reaches are powers of two: multiplying is exact division
 _FEW = int(FEW)
 
 
 @loop
 def _magnitudes(x, pitch, inner, groups, joined, pieces, per_part, by_row, by_column, first, last):
-    """Bits of the magnitudes of units [first, last), so many lines each; columns are taken in where there is room."""
+    """Find bits of the magnitudes of units [first, last), ``joined`` lines each; also of columns if there is room."""
     length, watched = inner // pieces, by_column.size > 0
     for unit in range(first, last):
         part = unit // per_part
         for line in range(unit * joined, (unit + 1) * joined):
-            if inner == 1:  # rows lie side by side
+            if inner == 1:  # the rows of a line are neighbouring elements
                 for group in range(groups):
                     at = At(unit * groups + group)
                     by_row[at] = max(by_row[at], I32(bits_of(x, line * pitch + group) & MAGNITUDE))
@@ -61,7 +61,7 @@ def _is_few(count, present):
 
 @loop
 def _judge(by_row, by_column, widths, parts, per_part, groups, pieces, inner, found):
-    """Which of the widths dwarf rows, or columns: of bits, those that are not finite are no magnitude."""
+    """Find which of the widths dwarf rows or columns. Magnitudes are bits; non-finite ones do not count."""
     rows, columns = by_row.view(np.float32), by_column.view(np.float32)
     for w in range(found.size):
         for part in range(parts):

@@ -1,4 +1,6 @@
-"""Grouped quantization on CPU: two passes over a group that stays in L1, codes packed so that every loop vectorizes."""
+"""Grouped quantization on CPU: two passes over a group that stays in L1; codes are packed so that every loop
+vectorizes.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,10 @@ TINY = np.float32(2.0**-126)
 
 @inlined
 def _ordered_extremes(bits, begin, m):
-    """(min, max) of floats given as bits, mapped to integers that order as the floats do: this loop vectorizes.
+    """Return (min, max) of floats given as bits, mapped to integers that order as the floats do, so that the loop
+    vectorizes.
 
-    inf and NaN land outside (−NON_FINITE, NON_FINITE), so one pass also tells whether everything is finite.
+    inf and NaN are mapped outside (−NON_FINITE, NON_FINITE), so one pass also tells whether everything is finite.
     """
     low, high = I32(0x7FFFFFFF), I32(-0x7FFFFFFF - 1)
     for j in range(m):
@@ -106,7 +109,9 @@ def _code(x, low, inverse, offset, top):
 
 @inlined
 def _uniform(i, offset):
-    """Of as many bits as leave room for ``offset``: by one less for each that offset + 1, a power of two, has."""
+    """Return a uniform number of 24 − log₂(offset + 1) bits, so that its sum with ``offset`` is exact. offset + 1 is a
+    power of two.
+    """
     power = F32(offset + F32(1)).view(np.int32)
     unit = I32(power - I32(24 << 23)).view(np.float32)
     return F32(F32(I32(mix(i) >> U32(I32(power >> I32(23)) - I32(127 - 8)))) * unit)
@@ -114,7 +119,7 @@ def _uniform(i, offset):
 
 @inlined
 def _shift(offset, stochastic, start, j):
-    """What is added to element j of a group before it is rounded down. Nearest: ``offset`` holds the ½."""
+    """Return what is added to element j of a group before it is rounded down. Nearest: ``offset`` includes the ½."""
     if stochastic:
         return F32(offset + _uniform(U32(start + U32(j)), offset))
     else:
@@ -122,19 +127,20 @@ def _shift(offset, stochastic, start, j):
 
 
 def _vector_of_codes(context: Any, builder: Any, array: Any, value: Any, place: Any, index: Any, form: Any) -> Any:
-    """What ``_code`` makes of LANES elements, int32 each: the compiler need not ask whether arrays overlap, nor guess
-    how wide a vector pays.
+    """Do what ``_code`` does for LANES elements, and return int32 codes.
+
+    In IR, the compiler need not check whether arrays overlap, nor guess which vector width pays.
 
     Args:
         array, value, place: where the elements are.
-        index: of the first, for its random number; None: rounded to the nearest.
+        index: the index of the first element, for its random number; None: round to nearest.
         form: low, inverse, offset, top.
     """
     low, inverse, shift, top = (splat(builder, scalar) for scalar in form)
     x = builder.load(neighbours(context, builder, array, value, place))
     x.align = 4
     if index is not None:
-        # As ``_uniform`` has it.
+        # The same as ``_uniform``.
         power = builder.bitcast(builder.fadd(shift, ir.Constant(FLOATS, [1.0] * LANES)), INTS)
         unit = builder.bitcast(builder.sub(power, splat_int(24 << 23)), FLOATS)
         down = builder.sub(builder.lshr(power, splat_int(23)), splat_int(127 - 8))
@@ -148,7 +154,9 @@ def _vector_of_codes(context: Any, builder: Any, array: Any, value: Any, place: 
 
 
 def _lanes(stochastic: bool, nibbles: bool) -> Any:
-    """An instruction that writes the bytes of LANES codes; or of twice as many, those of the first in lower halves."""
+    """Return an instruction that writes the bytes of LANES codes; or of twice as many, packed, the first in the lower
+    nibbles.
+    """
 
     def generate(context, builder, signature, arguments):
         x, begin, apart, index, *form, codes, at = arguments
@@ -194,7 +202,7 @@ def _codes(x, begin, m, low, inverse, offset, top, stochastic, start, q, to):
 
 @inlined
 def _nibbles(x, begin, m, low, inverse, offset, top, stochastic, start, q, to):
-    """Four bits, packed at once: element j and element j + stride of the group in one byte."""
+    """Make and pack 4-bit codes at once: element j and element j + stride of the group share a byte."""
     stride = (m + 1) >> 1
     whole = (m - stride) // LANES * LANES
     for j in range(0, whole, LANES):
@@ -222,7 +230,7 @@ def _codes_sign(x, begin, m, finite, q):
 
 @inlined
 def _pack_plane(q, m, shift, width, codes, at):
-    """``stride`` bytes at ``codes[at:]``; the scratch ``q`` has zeros behind element m up to a multiple of 8."""
+    """Write ``stride`` bytes at ``codes[at:]``; the scratch ``q`` has zeros behind element m up to a multiple of 8."""
     stride = (m * width + 7) >> 3
     mask = U8((1 << width) - 1)
     down = U8(shift)
@@ -245,7 +253,7 @@ def _pack_plane(q, m, shift, width, codes, at):
 
 @inlined
 def _unpack_plane(codes, at, m, shift, width, q):
-    """The inverse; writes up to 7 elements behind element m."""
+    """Invert ``_pack_plane``; writes up to 7 elements behind element m."""
     stride = (m * width + 7) >> 3
     mask = U8((1 << width) - 1)
     up = U8(shift)
@@ -261,7 +269,9 @@ def _unpack_plane(codes, at, m, shift, width, q):
 
 @instruction
 def _lanes_of_values(typing, codes, at, down, mask, low, offset, step, weight, accumulate, out, begin):  # noqa: ARG001
-    """What the last loop of ``_values`` does, for LANES elements: the compiler need not ask whether arrays overlap."""
+    """Do what the last loop of ``_values`` does, for LANES elements. In IR, the compiler need not check whether arrays
+    overlap.
+    """
 
     def generate(context, builder, signature, arguments):
         code_at = neighbours(context, builder, signature.args[0], arguments[0], arguments[1])
@@ -284,7 +294,7 @@ def _lanes_of_values(typing, codes, at, down, mask, low, offset, step, weight, a
 
 @inlined
 def _values(codes, at, m, down, mask, low, offset, step, weight, accumulate, out, begin):
-    """m values from the codes at bits ``down`` of the bytes ``codes[at:]``."""
+    """Decode m values from the codes at bits ``down`` of the bytes ``codes[at:]``."""
     whole = m // LANES * LANES
     for j in range(0, whole, LANES):
         _lanes_of_values(codes, At(at + j), down, mask, low, offset, step, weight, accumulate, out, At(begin + j))
@@ -296,7 +306,7 @@ def _values(codes, at, m, down, mask, low, offset, step, weight, accumulate, out
 
 @functools.cache
 def _quantizer(packing: str, scale: Scale, stochastic: bool) -> Any:
-    """The loop of one kind of quantization: each has code of its own, and most programs need one."""
+    """Return the loop of one kind of quantization. Each is compiled by itself, as most programs need only one."""
     minmax, absmax, l2, mean = (scale == name for name in ("minmax", "absmax", "l2", "mean"))
     nibbles, whole = packing == "nibbles", packing == "bytes"
 
@@ -319,7 +329,9 @@ def _quantizer(packing: str, scale: Scale, stochastic: bool) -> Any:
         first,
         last,
     ):
-        """Groups [first, last): header, then codes in ``q`` (one byte each), then the planes of ``q`` packed."""
+        """Quantize groups [first, last): write the header, then codes into ``q`` (one byte each), then the packed
+        planes of ``q``.
+        """
         for g in range(first, last):
             begin = g * group
             m = min(group, x.size - begin)
@@ -350,7 +362,7 @@ def _quantizer(packing: str, scale: Scale, stochastic: bool) -> Any:
             start = U32(U32(begin) + fold)
             if nibbles:
                 _nibbles(x, begin, m, low, inverse, shift, top, stochastic, start, codes, at)
-            elif whole:  # a code is a byte: no packing
+            elif whole:  # codes of a byte need no packing
                 _codes(x, begin, m, low, inverse, shift, top, stochastic, start, codes, at)
             else:
                 for j in range(m, q.size if m < group else 0):
@@ -371,7 +383,7 @@ def _quantizer(packing: str, scale: Scale, stochastic: bool) -> Any:
 
 @loop
 def _dequantize_whole_range(lows, steps, codes, out, width, group, offset, weight, accumulate, first, last):
-    """Groups [first, last) of codes of 1, 2, 4 or 8 bits: they are read where they are."""
+    """Decode groups [first, last) of codes of 1, 2, 4 or 8 bits, reading them in place."""
     group_bytes = (group * width + 7) >> 3
     mask = I32((1 << width) - 1)
     for g in range(first, last):
@@ -391,7 +403,7 @@ def _dequantize_whole_range(lows, steps, codes, out, width, group, offset, weigh
 
 @loop
 def _dequantize_planes_range(lows, steps, codes, out, widths, group, offset, weight, accumulate, first, last):
-    """Groups [first, last) of codes in several planes, put together in ``q``."""
+    """Decode groups [first, last) of codes in several planes, which are joined in ``q``."""
     group_bytes = 0
     for w in widths:
         group_bytes += (group * w + 7) >> 3
@@ -410,7 +422,7 @@ def _dequantize_planes_range(lows, steps, codes, out, widths, group, offset, wei
 
 
 def _sections(payload: Tensor, numel: int, group: int, scale: Scale) -> tuple[Array, Array, Array]:
-    """(lows, steps, codes) as views of the payload."""
+    """Return (lows, steps, codes) as views of the payload."""
     groups = -(-numel // group)
     header = groups * (2 if scale == "minmax" else 1)
     floats = payload[: 4 * header].numpy().view(np.float32)

@@ -1,4 +1,4 @@
-"""Quantization with a range that many rows share, on CPU."""
+"""Quantization with ranges that many rows share, on CPU."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ _NOTHING = np.empty(0, np.int32)
 
 @instruction
 def _dequantize_lanes(typing, codes, at, down, mask, low, step, out, begin):  # noqa: ARG001
-    """LANES values from the codes at bits ``down`` of the bytes ``codes[at:]``: the compiler need not ask whether
-    arrays overlap.
+    """Decode LANES values from the codes at bits ``down`` of the bytes ``codes[at:]``. In IR, the compiler need not
+    check whether arrays overlap.
     """
 
     def generate(context, builder, signature, arguments):
@@ -106,16 +106,17 @@ def _dequantize_lanes(typing, codes, at, down, mask, low, step, out, begin):  # 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _plan(rows: Rows, bits: int) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
-    """How many elements rows have, and what loops are told of them: (elements of a row, groups, rows of a part, the
-    first row and how many there are that have elements, ranges, how many neighbouring groups have one of these); see
-    :func:`cut_of`.
+    """Return (number of elements, the integer arguments of the loops).
+
+    These are: elements of a row, groups, rows of a part, the first row, the number of rows with elements, the number of
+    ranges, and how many neighbouring groups share one range; see :func:`cut_of`.
     """
     cut, times = cut_of(rows, bits)
     return rows.numel, (*form_of(cut), 0, looked_at(cut), rows.parts * rows.groups, times)
 
 
 def _each(ranges: Array, times: int) -> Array:
-    """As many of every number."""
+    """Repeat every number ``times`` times."""
     return ranges if times == 1 else np.repeat(ranges, times)
 
 
@@ -130,7 +131,7 @@ def _code(x, low, inverse, shift, top):
 
 
 def _shift(i, fold):
-    """What is added to element i before it is rounded down; ½ where there is no seed."""
+    """Return what is added to element i before it is rounded down; ½ without a seed."""
 
 
 @overload(_shift, inline="always")
@@ -142,12 +143,12 @@ def _(i, fold):  # noqa: ARG001
 
 @loop
 def _quantize_singles(x, pitch, groups, per_part, lows, inverses, codes, width, fold, least, most, first, last):
-    """``_quantize_range`` of rows of one element: neighbours in a line have neighbouring ranges."""
+    """``_quantize_range`` for rows of one element: neighbours in a line have neighbouring ranges."""
     top = F32((1 << width) - 1)
     r = first
     while r < last:
         group = r % groups
-        count = min(groups - group, last - r)  # as many as are left of the line
+        count = min(groups - group, last - r)  # at most what is left of the line
         begin, at = r // groups * pitch + group, r // per_part * groups + group
         if least.size > 0:
             widen_each(x, begin, count, least, most, at)
@@ -159,11 +160,11 @@ def _quantize_singles(x, pitch, groups, per_part, lows, inverses, codes, width, 
 
 @functools.cache
 def _quantizer(width: int) -> Any:
-    """The loop that makes codes of so many bits: each has code of its own, and most programs need one or two."""
+    """Return the loop that makes codes of ``width`` bits. Each is compiled by itself: most programs need one or two."""
 
     def _quantize_range(x, pitch, inner, groups, per_part, lows, inverses, codes, fold, least, most, first, last):
-        """Rows [first, last). Where there is room for them, ordered extremes are taken along: a row that was looked at
-        is in a cache when its codes are made.
+        """Quantize rows [first, last). With room for them, ordered extremes are found, too: a row is then still in a
+        cache when its codes are made.
         """
         watched = least.size > 0
         top = F32((1 << width) - 1)
@@ -172,7 +173,7 @@ def _quantizer(width: int) -> Any:
         group, line = first % groups, first // groups
         for r in range(first, last):
             begin, to = line * pitch + group * inner, r * stride
-            skipped = r * inner - begin  # random numbers count elements, not what is between lines
+            skipped = r * inner - begin  # random numbers count elements, without the gaps
             at = At(part * groups + group)
             low, inverse = lows[at], inverses[at]
             if watched:
@@ -227,12 +228,12 @@ def _quantizer(width: int) -> Any:
 
 @loop
 def _dequantize_singles(codes, groups, per_part, lows, steps, out, width, first, last):
-    """``_dequantize_range`` of rows of one element."""
+    """``_dequantize_range`` for rows of one element."""
     mask = I32((1 << width) - 1)
     r = first
     while r < last:
         group = r % groups
-        count = min(groups - group, last - r)  # as many as are left of the line
+        count = min(groups - group, last - r)  # at most what is left of the line
         at = r // per_part * groups + group
         for j in range(count):
             code = I32(codes[At(r + j)]) & mask
@@ -242,7 +243,7 @@ def _dequantize_singles(codes, groups, per_part, lows, steps, out, width, first,
 
 @loop
 def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, first, last):
-    """Rows [first, last), one set of bits after the other: those of neighbours are in neighbouring bytes."""
+    """Decode rows [first, last), one bit position after the other: codes of neighbours are in neighbouring bytes."""
     mask = I32((1 << width) - 1)
     stride = (inner * width + 7) >> 3
     part, inside = first // per_part, first % per_part
@@ -253,7 +254,7 @@ def _dequantize_range(codes, inner, groups, per_part, lows, steps, out, width, f
         low, step = lows[at], steps[at]
         shift = 0
         while shift < 8:
-            count = max(0, min(stride, r * inner + inner - begin))  # of a few elements, the last bits are no one's
+            count = max(0, min(stride, r * inner + inner - begin))  # the last bits of short rows are unused
             whole = count // LANES * LANES
             for j in range(0, whole, LANES):
                 _dequantize_lanes(codes, At(source + j), I32(shift), mask, low, step, out, At(begin + j))
@@ -289,7 +290,7 @@ def _inverses(steps: Array) -> Array:
 
 
 def _quantize(x: Tensor, out: Tensor, rows: Rows, low: Array, inverse: Array, bits: int, fold: Any) -> _Quantize:
-    """What is to be done for rows [first, last), with arrays for their extremes, or none."""
+    """Return a function that quantizes rows [first, last), given arrays for their extremes, or empty ones."""
     (lines, pitch), (inner, *form), codes = lines_of(x, rows), form_of(rows), out.numpy()
     if inner == 1:
         singles = lines, pitch, *form, low, inverse, codes, bits, fold
@@ -304,8 +305,10 @@ def _fold(stochastic: bool, seed: int) -> Any:
 
 @loop
 def _begin(estimates, levels, ranges, each, times):
-    """Low and step of every range; and for each of so many neighbours that have it: low, one over the step, and no
-    extremes yet.
+    """Compute low and step of every range.
+
+    Also fill ``each``, for each of the ``times`` neighbours that share a range: low, one over the step, and empty
+    extremes.
     """
     lows, inverses = each[0], each[1]
     least, most = each[2].view(np.int32), each[3].view(np.int32)
@@ -322,7 +325,7 @@ def _begin(estimates, levels, ranges, each, times):
 
 @loop
 def _end(estimates, each, times, decay, rest, seen, learned):
-    """What estimates learn of ordered extremes, of so many neighbours at a time, which become floats."""
+    """Merge ordered extremes of ``times`` neighbours, turn them into floats, and let estimates learn from them."""
     least, most = each[2].view(np.int32), each[3].view(np.int32)
     low, high = seen[0].view(np.int32), seen[1].view(np.int32)
     for g in range(low.size):
@@ -336,8 +339,10 @@ def _end(estimates, each, times, decay, rest, seen, learned):
 
 @functools.cache
 def _learner(width: int, half: bool) -> Any:
-    """All of :func:`quantize_rows_learning` on one thread, in one call that is told addresses: to make an array of a
-    tensor takes longer than the elements of a small one. Width 0: of rows of one element, with any width.
+    """Return all of :func:`quantize_rows_learning` on one thread, as one call that takes addresses.
+
+    Making an array of a tensor takes longer than the elements of a small tensor. Width 0 stands for rows of one
+    element, with any width.
     """
     quantize, dtype = _quantizer(width) if width else _quantize_singles, np.int16 if half else np.int32
 
@@ -400,7 +405,7 @@ def _learn_together(
     fold: Any,
     drift: float,
 ) -> tuple[bool, float]:
-    """The same on several threads."""
+    """Run :func:`quantize_rows_learning` on several threads."""
     cut, times = cut_of(rows, bits)
     before, numbers = estimates.numpy(), found.numpy()
     each = np.empty((4, found.shape[1] * times), np.float32)
@@ -431,7 +436,9 @@ def quantize_rows_extremes(
 def _with(
     x: Tensor, out: Tensor, rows: Rows, low: Tensor, step: Tensor, bits: int, fold: Any
 ) -> tuple[_Quantize, Rows, int]:
-    """What makes codes with given ranges, and the rows that it takes; see :func:`cut_of`."""
+    """Return (the function that makes codes with given ranges, the rows that it takes, how many of their neighbouring
+    ranges are one); see :func:`cut_of`.
+    """
     cut, times = cut_of(rows, bits)
     lows, inverses = (_each(ranges, times) for ranges in (low.numpy(), _inverses(step.numpy())))
     return _quantize(x, out, cut, lows, inverses, bits, fold), cut, times
@@ -450,7 +457,7 @@ def _watching(quantize: _Quantize, cut: Rows, numel: int) -> list[tuple[Array, A
 
 @functools.cache
 def _restorer(half: bool, single: bool) -> Any:
-    """All of :func:`dequantize_rows` on one thread, in one call that is told addresses."""
+    """Return all of :func:`dequantize_rows` on one thread, as one call that takes addresses."""
     dtype = np.int16 if half else np.float32
 
     def _restore_rows(codes, out, ranges, inner, groups, per_part, first, last, size, times, width):

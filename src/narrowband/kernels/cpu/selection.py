@@ -1,8 +1,8 @@
-"""Selection of large elements on CPU: a threshold from a sample, one pass that collects what reaches it, and the exact
-choice among the few that do.
+"""Selection of large elements on CPU: a threshold from a sample, one pass that collects the elements that reach it
+(*survivors*), and the exact choice among these few.
 
-Magnitudes are compared as integers. A word says which elements of a block are large before a look at any of them, and
-survivors keep their bits, so that nothing is fetched twice.
+Magnitudes are compared as integers. One word per block says which of its elements survive, before any of them is
+handled. Survivors are stored with their bits, so that nothing is fetched twice.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-#: Elements that are compared with a threshold at once: one bit each in a word.
+#: Elements that are compared with a threshold at once; the result is a word with one bit for each.
 BLOCK = 64
-#: Neighbours that a sample takes together where it may: finding a place in memory costs more than reading 32 there.
+#: Neighbours in a run of a sample: a random memory access costs more than reading 32 neighbours there.
 RUN = 32
-#: How many survivors per element wanted such a sample aims at: neighbours are alike, so its threshold is less sure, and
-#: where it lets too few survive all is to be looked at again.
+#: How many survivors per element wanted a sample of runs aims at. Neighbours are alike, so its threshold is less
+#: certain; and if too few elements survive, a second pass over all is needed.
 OVERSAMPLE_OF_RUNS = 1.5
-#: How many the second look aims at.
+#: How many survivors per element wanted the second pass aims at.
 SECOND_OVERSAMPLE = 2.0
 #: A threshold that no finite magnitude reaches: no selection.
 NEVER = np.int32(0x7FFFFFFF)
@@ -64,7 +64,7 @@ _BINS = 1 << _BIN_BITS
 
 @inlined
 def _bin_of(histogram, wanted):
-    """The bin of the element that has this rank from above, and its rank in there."""
+    """Return the bin of the element of this rank, counted from the largest, and its rank within the bin."""
     digit = _BINS - 1
     while histogram[digit] < wanted:
         wanted -= histogram[digit]
@@ -74,10 +74,10 @@ def _bin_of(histogram, wanted):
 
 @loop
 def kth_largest(bits, k):
-    """(the k-th largest magnitude, how many of those equal to it belong to the k largest).
+    """Return (the k-th largest magnitude, how many elements equal to it belong to the k largest).
 
-    A histogram over all magnitudes there are finds the few that come into question, and more of them look at these.
-    Where k is zero, nothing is larger than what returns.
+    A histogram over all magnitudes narrows them down to a few candidates, and further histograms narrow these down. If
+    k is zero, no element is larger than the returned magnitude.
     """
     if k == 0:
         return MAGNITUDE, k
@@ -96,7 +96,7 @@ def kth_largest(bits, k):
     rest = np.empty(histogram[digit] + 1 if shift else 1, np.int32)
     if shift:
         at = np.int64(0)
-        for i in range(bits.size):  # every one is written, and overwritten unless it is in the bin: no branch
+        for i in range(bits.size):  # without a branch: write each, and overwrite it unless it is in the bin
             above = I32(I32(bits[At(i)] & MAGNITUDE) - low)
             rest[At(at)] = above
             at += np.int64(above >= 0) & np.int64(above >> I32(shift) == 0)
@@ -119,8 +119,8 @@ def kth_largest(bits, k):
 
 
 def reaching(builder: Any, values: Any, level: Any) -> Any:
-    """In IR: a word of LANES ones and zeros, for which of these float32 have a magnitude of at least that of the level,
-    given as bits.
+    """In IR: return a word of LANES bits, one for each of these float32 whose magnitude is at least ``level``, given as
+    bits.
     """
     magnitudes = builder.and_(builder.bitcast(values, INTS), splat_int(0x7FFFFFFF))
     reached = builder.bitcast(builder.icmp_signed(">=", magnitudes, level), ir.IntType(LANES))
@@ -129,13 +129,13 @@ def reaching(builder: Any, values: Any, level: Any) -> Any:
 
 @instruction
 def _reaching(typing, bits, begin, threshold):  # noqa: ARG001 - they are types here
-    """A word with a one for each of the BLOCK elements from ``begin`` on whose magnitude reaches the threshold."""
+    """Return a word with a one for each of the BLOCK elements from ``begin`` on that reaches the threshold."""
 
     def generate(context, builder, signature, arguments):
         i64 = ir.IntType(64)
         thresholds = splat(builder, arguments[2])
         word = ir.Constant(i64, 0)
-        for at in range(0, BLOCK, LANES):  # wider vectors make LLVM put the word together bit by bit
+        for at in range(0, BLOCK, LANES):  # with wider vectors, LLVM assembles the word bit by bit
             place = neighbours(
                 context, builder, signature.args[0], arguments[0], builder.add(arguments[1], ir.Constant(i64, at))
             )
@@ -149,7 +149,7 @@ def _reaching(typing, bits, begin, threshold):  # noqa: ARG001 - they are types 
 
 @instruction
 def lowest(typing, word):  # noqa: ARG001
-    """The place of the lowest one in a word that is not zero."""
+    """Return the position of the lowest one in a word that is not zero."""
 
     def generate(context, builder, signature, arguments):
         del context, signature
@@ -160,8 +160,9 @@ def lowest(typing, word):  # noqa: ARG001
 
 @inlined
 def survivors_of_block(bits, begin, index, threshold, found, kept, count):
-    """Write the survivors' indices behind ``found[:count]`` and their bits behind ``kept[:count]``, while they are at
-    hand; count on where there is no room. What lies at ``begin`` has this index.
+    """Write the survivors' indices behind ``found[:count]`` and their bits behind ``kept[:count]``.
+
+    Without room, survivors are only counted. The element at ``begin`` has the index ``index``.
     """
     word = _reaching(bits, At(begin), threshold)
     while word:
@@ -187,7 +188,9 @@ def survivors_of_rest(bits, begin, end, index, threshold, found, kept, count):
 
 @loop
 def _survivors_range(bits, threshold, found, kept, first, last):
-    """What in blocks [first, last) has a magnitude ≥ threshold; the count goes on where ``found`` is full."""
+    """Collect the elements of blocks [first, last) with a magnitude ≥ threshold; only count them once ``found`` is
+    full.
+    """
     count = np.int64(0)
     whole = min(last, bits.size // BLOCK)
     for block in range(first, whole):
@@ -199,14 +202,16 @@ def _survivors_range(bits, threshold, found, kept, first, last):
 
 @loop
 def take_largest(found, kept, k, out, out_kept):
-    """The k of ``found`` (sorted) with the largest magnitudes, ties to the lower index, sorted; their bits beside them.
+    """Write the k largest of ``found`` (sorted) to ``out``, sorted, ties to the lower index, and their bits to
+    ``out_kept``.
 
-    The outputs have room for k + 1. Returns the smallest magnitude taken, and whether all that reach it are.
+    The outputs have room for k + 1. Returns the smallest magnitude taken, and whether all elements that reach it are
+    taken.
     """
     threshold, wanted = kth_largest(kept, k)
     at, ties = np.int64(0), wanted
     equal = np.int64(0)
-    for i in range(found.size):  # every one is written, and overwritten unless it is taken: no branch
+    for i in range(found.size):  # without a branch: write each, and overwrite it unless it is taken
         out[At(at)] = found[i]
         out_kept[At(at)] = kept[i]
         magnitude = kept[i] & MAGNITUDE
@@ -220,7 +225,7 @@ def take_largest(found, kept, k, out, out_kept):
 
 @loop
 def strata(n, size, fold, first, last, out):
-    """One position from each of the strata [first, last) of ``size`` equal ones over n elements."""
+    """Write one position from each of the strata [first, last), of ``size`` equal strata over n elements."""
     whole, part = n // size, n % size
     low = first * n // size
     left = first * n % size
@@ -237,7 +242,7 @@ def strata(n, size, fold, first, last, out):
 
 @loop
 def _sample_range(x, residual, decay, size, fold, first, last, out):
-    """Values [first, last) of the sample of x, or of decay · residual + x where there is a residual."""
+    """Write values [first, last) of the sample of x; of decay · residual + x if there is a residual."""
     at = np.empty(last - first, np.int32)
     strata(x.size, size, fold, first, last, at)
     if residual.size:
@@ -248,13 +253,13 @@ def _sample_range(x, residual, decay, size, fold, first, last, out):
             out[first + i] = x[at[i]]
 
 
-#: How many runs ahead memory is asked for them: they lie anywhere, so the hardware does not guess them.
+#: How many runs ahead to prefetch: runs are at random places, which hardware prefetching does not predict.
 AHEAD = 16
 
 
 @instruction
 def ask_for(typing, array, index):  # noqa: ARG001
-    """Have this element fetched into the caches."""
+    """Prefetch this element into the caches."""
 
     def generate(context, builder, signature, arguments):
         place = builder.gep(context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]])
@@ -266,9 +271,9 @@ def ask_for(typing, array, index):  # noqa: ARG001
 
 @loop
 def threshold_of_runs(x, residual, decay, rank, fold, out, out_bits):
-    """The magnitude (as bits) at that rank of a sample of runs of RUN neighbours, one from each of equal strata.
+    """Return the magnitude (as bits) of this rank in a sample of runs of RUN neighbours, one from each of equal strata.
 
-    The sample is written into ``out``, whose size says how large it is.
+    The sample is written into ``out``, whose size is that of the sample.
     """
     runs = (out.size + RUN - 1) // RUN
     at = np.empty(runs, np.int32)
@@ -300,7 +305,9 @@ def _histogram_range(bits, prefix, shift, width, first, last):
 
 @loop
 def _take_exact(bits, threshold, ties, out):
-    """All indices above the threshold and the first ``ties`` equal to it, sorted, into ``out`` (just large enough)."""
+    """Write all indices above the threshold and the first ``ties`` equal to it, sorted, into ``out`` (just large
+    enough).
+    """
     at = 0
     for begin in range(0, bits.size, BLOCK):
         m = min(BLOCK, bits.size - begin)
@@ -315,7 +322,7 @@ def _take_exact(bits, threshold, ties, out):
 
 
 def _exact_topk(bits: Array, k: int) -> Array:
-    """Top-k of anything: three histograms over the bits of the magnitude, then one pass that takes."""
+    """Select the k largest of any data: three histograms over the bits of the magnitude, then one collecting pass."""
     prefix, wanted = 0, k
     for shift, width in ((20, 11), (10, 10), (0, 10)):
         above = I32(prefix >> (shift + width))
@@ -331,7 +338,7 @@ def _exact_topk(bits: Array, k: int) -> Array:
 
 
 def _sampled_threshold(x: Array, residual: Array, k: int, seed: int, oversample: float, decay: float = 1.0) -> Any:
-    """The magnitude (as bits) that about oversample·k elements of x (+ decay · residual) should reach."""
+    """Return the magnitude (as bits) that about oversample·k elements of x (+ decay · residual) should reach."""
     size, fold = sample_size(x.size, k), fold_seed(seed)
     sample = np.empty(size, np.float32)
     spread(size, 8 * size, lambda a, b: _sample_range(x, residual, F32(decay), size, fold, a, b, sample))
@@ -339,23 +346,23 @@ def _sampled_threshold(x: Array, residual: Array, k: int, seed: int, oversample:
 
 
 def first_threshold(x: Array, residual: Array, k: int, seed: int, sampled: bool, decay: float = 1.0) -> Any:
-    """The threshold to select k with."""
+    """Return the threshold for the first pass of selecting k elements."""
     size = sample_size(x.size, k)
     if sampled or x.size < 4 * size:
         return _sampled_threshold(x, residual, k, seed, OVERSAMPLE, decay)
-    # Which sample it is makes no difference to the result, so take the one that costs the fewest cache misses.
+    # The sample makes no difference to the result, so take the one with the fewest cache misses.
     return threshold_of_runs(
         x, residual, F32(decay), sample_rank(x.size, k, OVERSAMPLE_OF_RUNS), fold_seed(seed), *room_for_sample(size)
     )
 
 
 def most_survivors(k: int, n: int) -> int:
-    """Survivors kept per thread: ample for any threshold that aims at 1.5·k or 2·k, and small beside the tensor."""
+    """Return the room for survivors per thread: ample for a threshold that aims at 1.5·k or 2·k, and small beside x."""
     return min(n, 3 * k + 1024)
 
 
 class Survivors(NamedTuple):
-    """What one thread's range gave: how many there are, and as many of them as there was room for."""
+    """The result of one thread's range: the number of survivors, and as many of them as there was room for."""
 
     number: int
     found: Array
@@ -363,7 +370,7 @@ class Survivors(NamedTuple):
 
 
 def nothing() -> tuple[Tensor, Tensor]:
-    """Indices and values where none are selected."""
+    """Return empty indices and values."""
     return torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.float32, device="cpu")
 
 
@@ -372,13 +379,13 @@ def room_for(room: int) -> tuple[Array, Array]:
 
 
 def room_for_sample(size: int) -> tuple[Array, Array]:
-    """As floats, and as their bits."""
+    """Return memory for a sample, as floats and as their bits."""
     values = np.empty(size, np.float32)
     return values, values.view(np.int32)
 
 
 def joined(parts: Sequence[Survivors]) -> tuple[Array, Array] | None:
-    """The survivors of all threads and their bits, sorted as the ranges are; None if a thread ran out of room."""
+    """Join the survivors of all threads and their bits, in the order of ranges; None if a thread ran out of room."""
     if any(part.number > part.found.size for part in parts):
         return None
     cut = [(part.found[: part.number], part.kept[: part.number]) for part in parts]
@@ -398,11 +405,11 @@ def _select_above(bits: Array, threshold: Any, k: int) -> tuple[Array, Array] | 
 
 
 def look_again(bits: Array, k: int, seed: int) -> tuple[Array, Array]:
-    """At least k of the largest, and their bits: by a sample that is more even than one of runs, or else exactly."""
+    """Return at least k of the largest, and their bits: by a more even sample than one of runs, or else exactly."""
     values = bits.view(np.float32)
     survivors = _select_above(bits, _sampled_threshold(values, values[:0], k, seed, SECOND_OVERSAMPLE), k)
     if survivors is None or survivors[0].size < k:
-        found = _exact_topk(bits, k)  # a sample says nothing here
+        found = _exact_topk(bits, k)  # a sample is no help here
         return found, bits[found]
     return survivors
 
@@ -410,7 +417,7 @@ def look_again(bits: Array, k: int, seed: int) -> tuple[Array, Array]:
 def finish_topk(
     bits: Array, survivors: tuple[Array, Array] | None, k: int, seed: int, sampled: bool
 ) -> tuple[Array, Array]:
-    """The largest k of the survivors, and their bits."""
+    """Return the largest k of the survivors, and their bits."""
     if survivors is None:
         found = _exact_topk(bits, k)
         return found, bits[found]
@@ -435,8 +442,8 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
 
 @loop
 def _topk_rows(x, bits, k, rank, fold, room, first, last, out, sample, sample_bits):
-    """The k largest of each of the rows [first, last): by a threshold from a sample where a row is long enough for that
-    to pay, else exactly.
+    """Select the k largest of each of the rows [first, last): by a threshold from a sample if a row is long enough for
+    that to pay, else exactly.
     """
     width = x.shape[1]
     found, kept = np.empty(room, np.int32), np.empty(room, np.int32)

@@ -26,7 +26,9 @@ def _shift(row, ranks, turn):
 
 @loop
 def _split(indices, values, turn, last_local, counts, local, sorted_values):
-    """Elements to the next place of their owner's row, while there is one. A row of blocks has its hash made once."""
+    """Write each element to the next place of its owner's table row, while there is room. The hash is computed once per
+    row of blocks.
+    """
     ranks, room = local.shape
     row_before, shift = np.int64(-1), np.int64(0)
     for i in range(indices.size):

@@ -1,4 +1,4 @@
-"""Sparse vectors on CPU: sums of them, and their indices as Elias–Fano writes them."""
+"""Sparse vectors on CPU: their sums, and Elias–Fano encoding of their indices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 _NOTHING = np.empty(0, np.int32)
-#: Elements of an output that take part in several passes while they stay in L2.
+#: Elements of the output that stay in L2 during several passes.
 CACHED = 1 << 16
 
 
@@ -58,7 +58,7 @@ def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: floa
     arrays = out.numpy(), at, values.numpy(), F32(weight)
 
     def behind_equals(cut: int) -> int:
-        """Equal neighbours belong to one thread: a cut inside a run of them moves behind it."""
+        """Move a cut inside a run of equal indices behind the run, so that one thread handles all of it."""
         return int(np.searchsorted(at, at[cut - 1], side="right")) if 0 < cut < at.size else cut
 
     def work(first: int, last: int) -> None:
@@ -70,14 +70,14 @@ def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: floa
 
 @loop
 def _sum_range(out, indices, values, bounds, at, shifts, weight, begin, end):
-    """The parts indices[bounds[p] : bounds[p + 1]], one after the other, into out[begin:end], piece by piece; ``at`` is
-    where each of them has got to.
+    """Add the parts indices[bounds[p] : bounds[p + 1]], one after the other, to out[begin:end], piece by piece.
 
-    The values of part p are as many places further on in ``values`` as ``shifts[p]`` says.
+    ``at`` holds the progress in each part. The values of part p are ``shifts[p]`` places further on in ``values`` than
+    its indices in ``indices``.
     """
     for p in range(at.size):
         low, high = bounds[p], bounds[p + 1]
-        while begin and low < high:  # the first index that is not below ``begin``
+        while begin and low < high:  # bisect for the first index ≥ ``begin``
             middle = (low + high) >> 1
             if indices[middle] < begin:
                 low = middle + 1
@@ -113,7 +113,7 @@ def _sum(out: Tensor, indices: Array, values: Array, bounds: Array, shifts: Arra
 
 @instruction
 def _put_word(typing, data, at, word):  # noqa: ARG001
-    """Eight bytes to ``data[at:]``, the lowest first, aligned or not."""
+    """Write eight bytes to ``data[at:]``, the lowest first, aligned or not."""
 
     def generate(context, builder, signature, arguments):
         data, at, word = arguments
@@ -127,7 +127,7 @@ def _put_word(typing, data, at, word):  # noqa: ARG001
 
 @inlined
 def _put_rest(data, at, word):
-    """The same, as far as there is room."""
+    """Do what ``_put_word`` does, as far as there is room."""
     for i in range(at, min(at + 8, data.size)):
         data[At(i)] = U8(word & np.uint64(255))
         word >>= np.uint64(8)
@@ -135,7 +135,7 @@ def _put_rest(data, at, word):
 
 @inlined
 def _write_elias_fano(indices, low_bits, upper, lower):
-    """Eight bytes at a time: what follows a word that is written lies behind it, so there is room for all of it."""
+    """Write both parts, eight bytes at a time. Full words always fit, because more bits follow them."""
     upper[:] = 0
     mask = np.uint64((1 << low_bits) - 1)
     pending, ones = np.uint64(0), np.uint64(0)
@@ -160,10 +160,10 @@ def _write_elias_fano(indices, low_bits, upper, lower):
 
 @loop
 def write_sparse(found, kept, k, n, low_bits, values, indices, residual_bits):
-    """A payload of k elements below n: their values, and their indices as Elias–Fano. Where fewer are found, the rest
-    repeats the last index, with a value of zero. Where there is a residual, what is found leaves it.
+    """Write a payload of k elements below n: their values, and their Elias–Fano indices.
 
-    Nothing is written into ``values`` where there is no room at all.
+    If fewer elements are found, index n − 1 with value zero fills up. With a residual, the elements are set to zero
+    there. No values are written if ``values`` is empty.
     """
     number = found.size
     at = found
@@ -185,7 +185,7 @@ def write_sparse(found, kept, k, n, low_bits, values, indices, residual_bits):
 
 @instruction
 def _word_at(typing, data, at):  # noqa: ARG001
-    """Eight bytes from ``data[at:]``, the first in the lowest place, aligned or not."""
+    """Read eight bytes from ``data[at:]``, the first as the lowest, aligned or not."""
 
     def generate(context, builder, signature, arguments):
         place = builder.gep(context.make_array(signature.args[0])(context, builder, arguments[0]).data, [arguments[1]])
@@ -200,15 +200,18 @@ def _word_at(typing, data, at):  # noqa: ARG001
 
 @inlined
 def _word_or_rest(data, at):
-    """The same; where data ends, something lies above what is left of it. There are eight bytes at least."""
+    """Do what ``_word_at`` does, also near the end of data: bits above what is left are arbitrary. Data has eight bytes
+    at least.
+    """
     over = max(np.int64(0), at + 8 - data.size)
     return _word_at(data, At(at - over)) >> np.uint64(8 * over & 63)
 
 
 @loop
 def _elias_fano_rows(rows, stride, values, low_bits, n, k, out, first, last):
-    """Decode the indices that each of the rows [first, last) holds behind so many bytes of values; False unless these
-    are exactly k, sorted, and below n.
+    """Decode the indices behind the values of each of the rows [first, last); ``values`` is the number of their bytes.
+
+    Returns False unless each row has exactly k indices, sorted and below n.
     """
     mask = np.uint64((1 << low_bits) - 1)
     nbytes = (2 * k + 7) >> 3
@@ -256,7 +259,7 @@ def _damaged(k: int, n: int) -> PayloadError:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _layout_of_rows(count: int, k: int, stride: int) -> tuple[Array, Array]:
-    """Where the indices of each row begin, once they are one behind the other; and how much further its values lie."""
+    """Return where the indices of each row begin in the array of all indices, and how much further its values lie."""
     row = np.arange(count + 1)
     return row * k, row[:-1] * (stride // 4 - k)
 

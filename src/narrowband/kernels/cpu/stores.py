@@ -1,4 +1,4 @@
-"""Float32 kept in fewer bits, on CPU: a group of 64 stays in registers while its power of two is found and it is
+"""Residuals stored in fewer bits, on CPU. A group of 64 stays in registers while its power of two is found and it is
 rounded.
 """
 
@@ -41,13 +41,13 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 def operation(builder: Any, name: str, result: Any, *values: Any) -> Any:
-    """In IR: an operation that is a function of LLVM's and no instruction."""
+    """In IR: an operation that is an LLVM intrinsic and no instruction."""
     form = ir.FunctionType(result, [value.type for value in values])
     return builder.call(builder.module.declare_intrinsic(name, (), form), values)
 
 
 def _noises(builder: Any, begin: Any, folded: Any) -> list[Any]:
-    """16 random bits for each element of the group from ``begin`` on."""
+    """Return 16 random bits for each element of the group from ``begin`` on."""
     first = builder.add(builder.lshr(builder.trunc(begin, _I32), _I32(1)), folded)
     hashes = [mix_lanes(builder, builder.add(first, _I32(at))) for at in range(0, _HALF, LANES)]
     lower = [builder.and_(h, splat_int(0xFFFF)) for h in hashes]
@@ -55,7 +55,7 @@ def _noises(builder: Any, begin: Any, folded: Any) -> list[Any]:
 
 
 def power_of_lanes(builder: Any, values: list[Any]) -> Any:
-    """The exponent with which the largest magnitude of these vectors fits into 127, as one number."""
+    """Return, as one number, the exponent with which the largest magnitude of these vectors fits into 127."""
     tops = [builder.and_(builder.bitcast(value, INTS), splat_int(0x7FFFFFFF)) for value in values]
     while len(tops) > 1:
         tops = [operation(builder, f"llvm.smax.v{LANES}i32", INTS, *tops[q : q + 2]) for q in range(0, len(tops), 2)]
@@ -68,8 +68,10 @@ def power_of_lanes(builder: Any, values: list[Any]) -> Any:
 def rounded_lanes(
     builder: Any, values: list[Any], exponent: Any, begin: Any, folded: Any, kept: Any, stochastic: Any = None
 ) -> list[Any]:
-    """In IR, the values of a group, which begins at ``begin``, as they are kept in this type of vector: int16 as
-    bfloat16, or int8 with this power of two; stochastically if a bit says so, or where there is none.
+    """In IR: return the values of the group that begins at ``begin``, as they are stored.
+
+    Vectors of int16 hold bfloat16; vectors of int8 hold codes for this power of two. Rounding is stochastic if the bit
+    ``stochastic`` says so, or if there is no such bit.
     """
     noises = _noises(builder, begin, folded)
     if stochastic is not None:
@@ -86,14 +88,14 @@ def rounded_lanes(
 
 
 def lanes_of_group(context: Any, builder: Any, array: Any, value: Any, begin: Any) -> list[Any]:
-    """In IR, the places of a group's elements, as those of vectors."""
+    """In IR: return the addresses of a group's elements, as pointers to vectors."""
     indices = [builder.add(begin, ir.Constant(_I64, at)) for at in range(0, _GROUP, LANES)]
     return [neighbours(context, builder, array, value, index) for index in indices]
 
 
 @instruction
 def _keep_whole(typing, x, codes, begin, stochastic, folded):  # noqa: ARG001 - they are types here
-    """Keep the group from ``begin`` on. Returns its power of two, where there is one."""
+    """Store the group from ``begin`` on. Returns its power of two, if it has one."""
 
     def generate(context, builder, signature, arguments):
         x, codes, begin, stochastic, folded = arguments
@@ -113,7 +115,7 @@ def _keep_whole(typing, x, codes, begin, stochastic, folded):  # noqa: ARG001 - 
 
 @inlined
 def power_of(top):
-    """The exponent with which a magnitude, as bits, fits into 127."""
+    """Return the exponent with which a magnitude, given as bits, fits into 127."""
     over = I32(1) if I32(top & I32(0x007FFFFF)) > I32(0x007E0000) else I32(0)
     return max(I32(I32(top >> I32(23)) - I32(133) + over), I32(LEAST_POWER))
 
@@ -126,7 +128,7 @@ def _noise(i, stochastic, folded):
 
 
 def keep_one(codes, exponent, i, value, stochastic, folded):
-    """Keep a value as element i: with this power of two, or as bfloat16 (where it is always stochastic)."""
+    """Store a value as element i: with this power of two, or as bfloat16 (always rounded stochastically)."""
 
 
 @overload(keep_one, inline="always")
@@ -148,7 +150,7 @@ def _(codes, exponent, i, value, stochastic, folded):  # noqa: ARG001
 
 @loop
 def _keep_range(x, bits, codes, exponents, stochastic, folded, first, last):
-    """Groups [first, last)."""
+    """Store groups [first, last)."""
     whole = min(last, x.size // _GROUP)
     for g in range(first, whole):
         exponent = _keep_whole(x, codes, At(g * _GROUP), stochastic, folded)
@@ -164,7 +166,7 @@ def _keep_range(x, bits, codes, exponents, stochastic, folded, first, last):
 
 
 def unit_of(exponents, group):
-    """What one of a group's codes stands for: a power of two."""
+    """Return the power of two that a group's codes are multiples of."""
 
 
 @overload(unit_of, inline="always")

@@ -2,12 +2,12 @@
 
 :func:`spread` cuts the work into one contiguous range per thread. The thread count is ``torch.get_num_threads()``, and
 results do not depend on it. Loops release the GIL and have no threads of their own, so several Python threads may call
-at once, which Numba's own threading layers do not allow everywhere.
+them at once; not all of Numba's own threading layers allow that.
 
-The ranges run on the threads of PyTorch's own operators, where these are OpenMP's: after an operator its threads look
-for more work for about a millisecond before they sleep. Threads of ours would share the cores with them for as long.
-Elsewhere, in a forked child, where OpenMP has no threads left, and for work that is worth only some of the threads,
-which OpenMP would end the others for, there is a small thread pool.
+The ranges run on the threads of PyTorch's own operators, if these are OpenMP threads. After an operator they spin for
+about a millisecond before they sleep, and threads of our own would compete with them for the cores that long. A small
+thread pool is used instead without OpenMP; in a forked child, which has no OpenMP threads left; and for work that is
+worth only some of the threads, because OpenMP would then end the others.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-#: Work below this many elements stays on the calling thread: handing it over costs 30 to 60 µs.
+#: Work on fewer elements stays on the calling thread: handing it over costs 30 to 60 µs.
 MIN_ELEMENTS_PER_THREAD = 1 << 16
 
 
 def threads_for(elements: int, least: int = MIN_ELEMENTS_PER_THREAD) -> int:
-    """How many threads this much work is worth, of which each has so many elements at least."""
+    """Return how many threads this much work is worth, if each gets at least ``least`` elements."""
     return 1 if elements < 2 * least else min(torch.get_num_threads(), elements // least)
 
 
 def spread(
     units: int, elements: int, work: Callable[[int, int], R], *, least: int = MIN_ELEMENTS_PER_THREAD
 ) -> list[R]:
-    """``work(start, stop)`` over [0, units), one contiguous range per thread; the results in order.
+    """Run ``work(start, stop)`` over [0, units), one contiguous range per thread; return the results in order.
 
-    ``elements`` is how much the units amount to, and decides how many threads are worth waking: each has ``least`` or
-    more.
+    ``elements`` is the size of the whole work. It decides how many threads are woken: each gets at least ``least``.
     """
     threads = min(threads_for(elements, least), units)
     if threads <= 1:
@@ -67,11 +66,13 @@ _forked = False
 
 @functools.cache
 def _openmp() -> tuple[Callable[..., None], Callable[[], int]] | None:
-    """To call a function on all threads of PyTorch's operators, and which of them one is."""
+    """Return (function that runs a callback on all threads of PyTorch's operators, function that returns the thread's
+    number).
+    """
     if not sys.platform.startswith("linux") or "backend: OpenMP" not in torch.__config__.parallel_info():
         return None
     path = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-    try:  # a symbol is looked for in what the library was linked with, too
+    try:  # looks for symbols in the library's dependencies, too
         parallel = ctypes.CDLL(path).GOMP_parallel
         number = ctypes.PyDLL(path).omp_get_thread_num  # keeps the GIL
     except (OSError, AttributeError):
@@ -86,7 +87,7 @@ def _is_team(threads: int) -> bool:
 
 @_Member
 def _member(key: int) -> None:
-    """What each thread of a team calls."""
+    """The callback that each thread of a team runs."""
     _parts[key]()
 
 
@@ -113,9 +114,9 @@ def _by_team(threads: int, part: Callable[[int], R]) -> list[R]:
     if errors:
         raise errors[0]
     if 0 not in results:
-        raise KeyboardInterrupt  # which came before the calling thread had begun, and was printed
+        raise KeyboardInterrupt  # it came before the calling thread began, and was printed
     for thread in range(threads):
-        if thread not in results:  # the team was smaller: OMP_THREAD_LIMIT, or we are inside of another one
+        if thread not in results:  # smaller team: OMP_THREAD_LIMIT, or nested in another one
             results[thread] = part(thread)
     return [results[thread] for thread in range(threads)]
 
@@ -130,19 +131,19 @@ def _by_pool(threads: int, part: Callable[[int], R]) -> list[R]:
     global _pool, _pool_size  # noqa: PLW0603
     pool = _pool
     if pool is None or _pool_size < threads:
-        # A pool that another thread still uses finishes its work and is then collected.
+        # If another thread still uses the old pool, that finishes its work and is then collected.
         pool = _pool = ThreadPoolExecutor(threads, thread_name_prefix="narrowband-kernel")
         _pool_size = threads
     rest: list[Future[R]] = [pool.submit(part, thread) for thread in range(1, threads)]
     try:
         first = part(0)
     finally:
-        wait(rest)  # whoever is interrupted may let go of what they write to
+        wait(rest)  # an interrupted caller may free the memory that they write to
     return [first] + [future.result() for future in rest]
 
 
 def _forget_threads() -> None:
-    """A forked child has none of its parent's."""
+    """Forget the pool in a forked child, which has none of its parent's threads."""
     global _pool, _pool_size, _forked
     _pool, _pool_size, _forked = None, 0, True
 

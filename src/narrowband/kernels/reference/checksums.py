@@ -17,8 +17,7 @@ __all__ = ["checksum"]
 
 
 def words_of(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (index of the first word, words as int32): first the whole words, then the last one, filled up with zeros.
-    """
+    """Yield (index of the first word, words as int32): the whole words, then the last one, filled up with zeros."""
     whole = x.numel() // 4
     yield 0, x[: 4 * whole].view(torch.int32)
     if x.numel() % 4:
