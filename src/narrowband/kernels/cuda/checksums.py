@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bits, in Triton. A program has some words, and notes their sum."""
+"""A checksum of a tensor's bits, in Triton. Each program notes the sum of its words."""
 
 from __future__ import annotations
 

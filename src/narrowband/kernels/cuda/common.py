@@ -1,4 +1,4 @@
-"""What the families share: notes of what is not finite, dtypes, and random numbers."""
+"""What the families share: notes of non-finite elements, dtypes, and random numbers."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ __all__ = [
     "unspecific",
 ]
 
-#: Elements that one program works on.
+#: Elements per program.
 BLOCK = 2048
 
-#: The same for all numbers of loops over bytes, which gain nothing from knowing that one is 1 or divisible by 16: every
-#: layer of a model has others, and would have loops compiled for itself.
+#: Integer arguments that loops over bytes are not specialized for. Loops gain nothing from knowing that one is 1 or
+#: divisible by 16, but would be compiled again for layers with other sizes.
 unspecific: Any = triton.jit(
     do_not_specialize=[
         "k", "n", "number", "low_bits", "cut", "nbytes", "size", "stride", "seen", "row", "apart", "count", "folded",
     ]
 )  # fmt: skip
 
-#: All bits of a float but the sign, and those of infinity.
+#: All bits of a float except the sign, and the bits of infinity.
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
 #: The smallest normal float: 1 / step is infinite or imprecise below it.
@@ -56,7 +56,9 @@ TINY = tl.constexpr(2.0**-126)
 
 
 def all_below(tops: Tensor, below: float) -> bool:
-    """Whether all magnitudes, which programs noted as integers, are smaller; or True, where that is noted instead."""
+    """Whether all magnitudes that programs noted, as integers, are below ``below``. While findings are noted: note it
+    instead, and return True.
+    """
     (limit,) = struct.unpack("<i", struct.pack("<f", min(below, math.inf)))
     place = open_place(tops.device)
     if place is None:
@@ -66,15 +68,17 @@ def all_below(tops: Tensor, below: float) -> bool:
 
 
 def raise_if(damaged: Tensor, message: str) -> None:
-    """Raise :class:`PayloadError` if any of the numbers that programs noted is not zero; or have that noted instead.
+    """Raise :class:`PayloadError` if any number that programs noted is not zero. While findings are noted: note it
+    instead.
 
-    Loops stay inside of their tensors with damaged payloads, too, so that this may come after them.
+    Loops stay within their tensors even with damaged payloads, so this may be called after them.
     """
     refuse_if(damaged.any(), message)
 
 
 def raw(x: Tensor) -> tuple[Tensor, bool]:
-    """A float32 tensor as it is; of a bfloat16 one the bits, for :func:`load` and :func:`store`; and whether it is one.
+    """Return (a float32 tensor, or the bits of a bfloat16 tensor; whether it is bfloat16), for :func:`load` and
+    :func:`store`.
 
     Triton and its interpreter round to bfloat16 in their own ways, and not as PyTorch does.
     """
@@ -82,23 +86,24 @@ def raw(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def fold_seed(seed: int, first: int = 0) -> int:
-    """A seed in the 32 bits that :func:`mix` is given, as a signed number: Triton then takes one type for all.
+    """Fold a seed into the 32 bits that :func:`mix` takes, as a signed number, so that Triton uses one type for all
+    seeds.
 
     Args:
-        seed: of the draw.
-        first: the index of the first element, where a loop counts from there.
+        seed: the seed of the draw.
+        first: the index of the first element, if a loop counts from there.
     """
     return signed((fold(seed) + first) & 0xFFFFFFFF)
 
 
 def signed(word: int) -> int:
-    """32 bits as a signed number."""
+    """Return 32 bits as a signed number."""
     return word - (1 << 32) if word >> 31 else word
 
 
 @kernel
 def _note_top(tops, place, n, limit, WIDTH: tl.constexpr):
-    """One program notes whether any of these numbers reaches a limit."""
+    """Note, from one program, whether any of these numbers reaches a limit."""
     top = tl.zeros((WIDTH,), tl.int32)
     for first in range(0, n, WIDTH):
         i = first + tl.arange(0, WIDTH)
@@ -108,7 +113,7 @@ def _note_top(tops, place, n, limit, WIDTH: tl.constexpr):
 
 @kernel
 def mix(h):
-    """32 bits of another 32; see :mod:`narrowband.kernels`."""
+    """Hash 32 bits to 32 bits; see :mod:`narrowband.kernels`."""
     h = h ^ (h >> 16)
     h = h * 0x7FEB352D
     h = h ^ (h >> 15)
@@ -118,20 +123,20 @@ def mix(h):
 
 @kernel
 def uniform(i, folded, BITS: tl.constexpr):
-    """In [0, 1), of so many bits, up to 24, for an element with this index."""
+    """Return random numbers in [0, 1) of BITS ≤ 24 bits, for elements with these indices."""
     h = mix(i.to(tl.uint32) + folded.to(tl.uint32))
     return (h >> (32 - BITS)).to(tl.int32).to(tl.float32) * (1.0 / (1 << BITS))
 
 
 @kernel
 def ordered(bits):
-    """Bits of floats ↔ integers that order as these do."""
+    """Map bits of floats to integers that order as the floats do, or back."""
     return bits ^ ((bits >> 31) & MAGNITUDE)
 
 
 @kernel
 def code_of(v, low, inverse, shift, top):
-    """A level's number, from 0 to ``top``; 0 for NaN."""
+    """Return the code of a value, from 0 to ``top``; 0 for NaN."""
     at = (v - low) * inverse + shift
     at = tl.where(at > 0.0, at, 0.0)
     return tl.where(at < top, at, top).to(tl.int32)
@@ -139,7 +144,7 @@ def code_of(v, low, inverse, shift, top):
 
 @kernel
 def nearest(v):
-    """To the nearest whole number, and of two as near to the even one; NaN and infinities stay."""
+    """Round to the nearest whole number, ties to even; NaN and infinities stay."""
     below = tl.floor(v)
     rest = v - below
     odd = below * 0.5 != tl.floor(below * 0.5)
@@ -148,7 +153,7 @@ def nearest(v):
 
 @kernel
 def load(place, mask, HALF: tl.constexpr):
-    """Float32 from memory that :func:`raw` gave; zero where there is no element."""
+    """Load float32 from memory returned by :func:`raw`; zero where ``mask`` is False."""
     if HALF:
         return (tl.load(place, mask=mask, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -157,7 +162,7 @@ def load(place, mask, HALF: tl.constexpr):
 
 @kernel
 def store(place, v, mask, HALF: tl.constexpr):
-    """Float32 into such memory, rounded to the nearest, and of two as near to the even one."""
+    """Store float32 into memory returned by :func:`raw`, rounded to nearest, ties to even."""
     if HALF:
         bits = v.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

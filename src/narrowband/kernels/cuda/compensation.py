@@ -1,7 +1,7 @@
-"""Sums and differences of whole tensors, and whether these are finite, in one pass each, in Triton. A selection takes
-its first look at a sum in the same pass.
+"""Sums and differences of whole tensors in Triton, each in one pass that also checks whether they are finite. A
+selection first reads a sum in the same pass.
 
-Every program notes the largest magnitude that it has seen, as an integer; the largest of these says whether all are
+Every program notes the largest magnitude that it has seen, as an integer; the largest note tells whether all are
 finite.
 """
 
@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 
-#: Elements of a program that has hardly ever anything to do. It takes them one tile after the other: all at once are
-#: more than its registers hold, and a GPU sets memory aside for what does not fit, for all threads that it can run.
+#: Elements of a program that hardly ever has anything to do. It takes them tile by tile: all at once would exceed its
+#: registers, and a GPU reserves memory for spilled registers, for all threads that it can run.
 _RARE = 1 << 14
 
 
@@ -97,7 +97,7 @@ def _restore(bad, out, x, n, WIDTH: tl.constexpr, SHARE: tl.constexpr):
 
 @kernel
 def _copy(out, x, n, part, WIDTH: tl.constexpr, SHARE: tl.constexpr):
-    """A program's share of a tensor, tile by tile."""
+    """Copy a program's share of a tensor, tile by tile."""
     for first in range(0, SHARE, WIDTH):
         i = part * SHARE + first + tl.arange(0, WIDTH)
         tl.store(out + i, tl.load(x + i, mask=i < n, other=0.0), mask=i < n)
@@ -109,7 +109,7 @@ def _poison_segments(
     NAN: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
     NOTES: tl.constexpr,
 ):  # fmt: skip
-    """The bits of NaN, as whole numbers of so many bits, into all elements."""
+    """Write the bits of NaN, as integers of the dtype's width, into all elements."""
     note = tl.arange(0, NOTES)
     if tl.max((tl.load(bad + note, mask=note < notes, other=0) != 0).to(tl.int32), 0) > 0:
         own, part = segment(table, count, 3, SEGMENTS)
@@ -140,7 +140,7 @@ def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
     run(_restore, -(-out.numel() // _RARE), bad, out, x, out.numel(), on=out, WIDTH=BLOCK, SHARE=_RARE)
 
 
-#: Of each dtype, the bits of NaN, and whole numbers that have as many.
+#: For each dtype, the bits of NaN, and the integer dtype of the same width.
 _NAN = {
     torch.float32: (0x7FC00000, tl.int32),
     torch.float16: (0x7E00, tl.int16),
@@ -163,7 +163,7 @@ def poison_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
 
 
 def _below(loop: Any, below: float, n: int, *arrays: Tensor, **scalars: float) -> bool:
-    """Run a loop over n elements; whether all that it has noted is smaller in magnitude."""
+    """Run a loop over n elements; return whether all magnitudes that it noted are below ``below``."""
     if not n:
         return True
     programs = -(-n // BLOCK)
@@ -208,9 +208,9 @@ def _payload(
     indices, values, residual, tops, out, place, number, k, n, low_bits, cut, nbytes, size, seen, stride,
     SUBTRACT: tl.constexpr, NOTES: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Values, Elias–Fano's upper and lower part, and zeros behind: of each part a program has its share.
+    """Write values, Elias–Fano's upper and lower part, and zeros behind; a program writes a share of each part.
 
-    Nothing is written where something was not finite, which is noted if it is to be.
+    Nothing is written if something was not finite; that is noted if requested.
     """
     begin = tl.program_id(0).to(tl.int64) * WIDTH
     t = begin + tl.arange(0, WIDTH)

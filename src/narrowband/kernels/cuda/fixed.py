@@ -1,4 +1,6 @@
-"""Fixed point in Triton: codes with their range check, and sums of slices that wrap around and come apart again."""
+"""Fixed point in Triton: codes with a range check, and sums of slices modulo 2**bits, from which slices can be
+subtracted again.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = ["fixed_decode", "fixed_dequantize", "fixed_quantize", "fixed_sum"]
 
-#: Slices that one launch adds up.
+#: The most slices that one launch adds up.
 _SLICES = 8
 
-#: Slices begin anywhere: a program for every kind of place (a multiple of 16, one) would be many programs.
+#: Slices begin anywhere; specializing on their begins (a multiple of 16, 1) would compile many programs.
 _anywhere: Any = triton.jit(do_not_specialize=[f"s{number}" for number in range(_SLICES)])
 _any_factor: Any = triton.jit(do_not_specialize=["factor"])
 
 
 @kernel
 def _quantize(x, out, tops, sums, n, inverse, top, WIDTH: tl.constexpr):
-    """Codes; and of each program the largest magnitude, as an integer, and the checksum."""
+    """Write codes; note, per program, the largest magnitude as an integer, and the checksum."""
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     v = tl.load(x + i, mask=i < n, other=0.0)
     tl.store(tops + tl.program_id(0), tl.max(v.to(tl.int32, bitcast=True) & MAGNITUDE, 0))
@@ -47,9 +49,9 @@ def _slices(
     base, source, out, n, s0, s1, s2, s3, s4, s5, s6, s7,
     COUNT: tl.constexpr, SIGN: tl.constexpr, FRESH: tl.constexpr, WIDEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """``out`` = the base, or zero if it is a fresh sum, plus or minus COUNT slices, modulo 2**bits of the base.
+    """``out`` = the base (zero for a fresh sum) plus or minus COUNT slices, modulo 2**bits of the base.
 
-    To WIDEN is to add the result, as a signed number, to what is in ``out``.
+    With WIDEN, the result is added, as a signed number, to ``out``.
     """
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.int32)
@@ -66,7 +68,7 @@ def _slices(
 
 @_any_factor
 def _dequantize(total, out, n, factor, WIDTH: tl.constexpr):
-    """The factor comes as the bits of a float64: as a number it would be rounded to float32."""
+    """Decode. The factor is passed as the bits of a float64: as a number it would be rounded to float32."""
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     by = tl.full((WIDTH,), factor, tl.int64).to(tl.float64, bitcast=True)
     code = tl.load(total + i, mask=i < n, other=0)
@@ -86,7 +88,7 @@ def fixed_quantize(x: Tensor, out: Tensor, unit: float, limit: int) -> tuple[flo
 
 
 def _largest_float(limit: int) -> float:
-    """The largest float32 that is at most ``limit``."""
+    """Return the largest float32 that is at most ``limit``."""
     mantissa, exponent = math.frexp(limit)
     return math.ldexp(math.floor(math.ldexp(mantissa, 24)), exponent - 24)
 

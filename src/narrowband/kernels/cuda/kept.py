@@ -1,4 +1,4 @@
-"""Error feedback on a residual that is kept in fewer bits, of loops in Triton."""
+"""Error feedback on a residual that is stored in fewer bits, as a sequence of Triton loops."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Starting loops: one tensor, or several in one launch, at little cost to the host.
+"""Launching loops, for one tensor or for several tensors at once, at little cost to the host.
 
-Triton looks at every argument of every launch, and finds the machine code for these by the text of all that it saw:
-tens of µs of Python for a loop that the GPU may do in 5. Here a loop that was started once is remembered by what its
-machine code depends on, and started again from there.
+At every launch, Triton inspects all arguments and looks up the machine code by a text that describes them: tens of µs
+of Python for a loop that may take the GPU 5 µs. Here, compiled loops are stored by what their machine code depends on,
+and launched again from there.
 
-What a launch reads beside tensors, a table of several of them for one, goes to the GPU through memory that is taken
-once (:class:`_Stage`): to take new memory that a GPU can read from costs as much as the launch.
+Tables for launches over several tensors go to the GPU through memory that is allocated once (:class:`_Stage`), because
+allocating new pinned memory costs as much as the launch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Segments", "kernel", "kind_of", "run", "segment"]
 
-#: Numbers that happen to be 1 are not made constants of the program, since those have no dtype.
+#: Numbers that happen to be 1 do not become constants of the program, since constants have no dtype.
 kernel: Any = triton.jit(do_not_specialize=["folded"])
 
-#: Compiled loops and their constants, in the order of their parameters, by what the machine code depends on.
+#: Compiled loops and their constants, in the order of parameters. The keys are what the machine code depends on.
 _started: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def run(loop: Any, programs: int, *arguments: Any, on: Tensor, **constants: Any) -> None:
-    """Start so many programs of a loop, on the device of a tensor and on the stream that is current there."""
+    """Launch ``programs`` programs of a loop, on the device of the tensor ``on`` and in its current stream."""
     if not programs:
         return
     if not on.is_cuda:
-        with np.errstate(all="ignore"):  # the interpreter computes in NumPy, which would speak of every NaN
+        with np.errstate(all="ignore"):  # the interpreter uses NumPy, which would warn of every NaN
             loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
     elif on.get_device() == torch.cuda.current_device():
         _start(loop, programs, arguments, on, constants)
@@ -47,8 +47,8 @@ def run(loop: Any, programs: int, *arguments: Any, on: Tensor, **constants: Any)
 
 
 def _start(loop: Any, programs: int, arguments: tuple[Any, ...], on: Tensor, constants: dict[str, Any]) -> None:
-    """On the current device."""
-    kind = kind_of(loop, arguments) if torch.version.hip is None else None  # AMD's code depends on more
+    """Launch a loop on the current device."""
+    kind = kind_of(loop, arguments) if torch.version.hip is None else None  # AMD's machine code depends on more
     if kind is None:
         loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
         return
@@ -64,9 +64,11 @@ def _start(loop: Any, programs: int, arguments: tuple[Any, ...], on: Tensor, con
 
 
 def kind_of(loop: Any, arguments: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What the machine code depends on, of the arguments that are no constants: dtypes and whether memory begins at a
-    multiple of 16 bytes; of whole numbers whether they are 1, a multiple of 16, and fit into 32 bits. None where an
-    argument is something else, of which only Triton knows.
+    """Return what the machine code depends on, for the arguments that are no constants.
+
+    This is the dtype of tensors, and whether their memory begins at a multiple of 16 bytes; and of whole numbers,
+    whether they are 1, a multiple of 16, and fit into 32 bits. None if an argument is of another kind, which only
+    Triton can judge.
     """
     plain = _plain.get(id(loop))
     if plain is None:
@@ -89,7 +91,8 @@ def kind_of(loop: Any, arguments: Sequence[Any]) -> tuple[Any, ...] | None:
     return tuple(kinds)
 
 
-#: Of each loop, which parameters Triton does not look at: by the identity of the loop, which lives as long as its file.
+#: For each loop, the parameters that Triton does not specialize. The key is the loop's id; a loop lives as long as its
+#: module.
 _plain: dict[int, tuple[bool, ...]] = {}
 
 
@@ -97,16 +100,16 @@ _plain: dict[int, tuple[bool, ...]] = {}
 
 
 class Segments:
-    """Several tensors in one launch: a table of numbers of each, int64, on their device.
+    """Several tensors in one launch: a table on their device with a row of int64 numbers for each tensor.
 
-    A program finds its tensor by the table's first column, which says with which program it begins. A table is for
-    loops that are started at once, one after the other.
+    The first column is the first program of the tensor; by it, a program finds its tensor. A table is valid only for
+    loops that are launched right away, one after the other.
 
     Args:
         on: one of the tensors.
 
     Attributes:
-        programs: how many there are so far.
+        programs: number of programs so far.
     """
 
     def __init__(self, on: Tensor) -> None:
@@ -116,14 +119,14 @@ class Segments:
         self.programs = 0
 
     def add(self, programs: int, *numbers: int) -> None:
-        """A tensor that so many programs work on, and its numbers; none where there are no programs."""
+        """Add a tensor that ``programs`` programs work on, and its numbers; nothing if there are no programs."""
         if programs:
             self._rows.append((self.programs, *numbers))
             self.programs += programs
             self._table = None
 
     def run(self, loop: Any, *arguments: Any, **constants: Any) -> None:
-        """Start a loop, which is given the table, the number of tensors, and these."""
+        """Launch a loop with the table, the number of tensors, and these arguments."""
         if not self.programs:
             return
         if self._table is None:
@@ -134,7 +137,9 @@ class Segments:
 
 @kernel
 def segment(table, count, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The row of a program's tensor in the table of :class:`Segments`, and which of its programs this is."""
+    """Return the row of this program's tensor in the table of :class:`Segments`, and the program's number within the
+    tensor.
+    """
     own = tl.program_id(0)
     row = tl.arange(0, SEGMENTS)
     first = tl.load(table + row * COLUMNS, mask=row < count, other=0x7FFFFFFF)
@@ -143,7 +148,7 @@ def segment(table, count, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr):
 
 
 def _on_device(numbers: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Numbers, int64, on a device: valid for what is put into the current stream until the next call but a few."""
+    """Copy int64 numbers to a device. They are valid for work put into the current stream until a few calls later."""
     if device.type != "cuda":
         return torch.from_numpy(numbers)
     stages: dict[torch.cuda.Stream, _Stage] = _mine.__dict__.setdefault("stages", {})
@@ -154,15 +159,15 @@ def _on_device(numbers: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     return stage.put(numbers, stream)
 
 
-#: A thread's own.
+#: Per thread.
 _mine = threading.local()
 
 
 class _Stage:
-    """Memory that the host writes and the GPU reads, in one thread and one stream, and where what is written goes.
+    """Memory for tables, for one thread and one stream: a host part that the GPU can read, and its copy on the GPU.
 
-    Both are filled from one end to the other, in halves. A half is written again when the stream has done what it was
-    given while that half was filled, which it has nearly always long since.
+    Both parts are filled from one end to the other, in two halves. A half is overwritten only after the stream has
+    finished the work that it was given while the half was filled; almost always, it has finished long before.
     """
 
     _HALF = 1 << 13
@@ -177,7 +182,7 @@ class _Stage:
         self._done: list[torch.cuda.Event | None] = [None, None]
 
     def put(self, numbers: np.ndarray[Any, Any], stream: torch.cuda.Stream) -> Tensor:
-        """Write numbers, and have them brought over."""
+        """Write numbers to the host part, and copy them to the GPU."""
         size = len(numbers)
         if size > self._HALF:
             long = torch.from_numpy(numbers)
@@ -191,7 +196,7 @@ class _Stage:
             if event is not None:
                 event.synchronize()
         span = slice(self._at, self._at + size)
-        self._at += -(-size // 2) * 2  # the next table begins at a multiple of 16 bytes, too
+        self._at += -(-size // 2) * 2  # align the next table to 16 bytes, too
         self._numbers[span] = numbers
         there = self._there[span]
         there.copy_(self._here[span], non_blocking=True)

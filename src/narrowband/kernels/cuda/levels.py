@@ -1,4 +1,4 @@
-"""Values on levels of their group, in Triton. A program has some whole groups, a row each."""
+"""Values on the levels of their group, in Triton. A program has some whole groups, a row each."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["levels_decode", "levels_encode"]
 #: Longer groups do not fit into a program's registers.
 _LONGEST = 8192
 
-#: The largest bfloat16, and one that is no number, as bits of a float32.
+#: The largest bfloat16, and NaN, as bits of a float32.
 _LARGEST, _NAN = tl.constexpr(0x7F7F0000), tl.constexpr(0x7FC00000)
 _MOST = tl.constexpr(2**31 - 1)
 
 
 @kernel
 def _rounded(bits):
-    """A magnitude, as bits, rounded to the nearest bfloat16, but no further than to the largest."""
+    """Round magnitudes, given as bits, to the nearest bfloat16, at most to the largest finite one."""
     near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return tl.where(bits > _LARGEST, _LARGEST, near)
 
 
 @kernel
 def _means(v, inside, m):
-    """The means of magnitudes below the mean of each row, and of the others, as bits."""
+    """Return, as bits, the mean of the magnitudes below the mean of each row, and the mean of the others."""
     wide = tl.where(inside, tl.abs(v), 0.0).to(tl.float64)
     mean = tl.sum(wide, 1) / m.to(tl.float64)
     above = inside & (wide >= mean[:, None])
@@ -48,7 +48,7 @@ def _means(v, inside, m):
 
 @kernel
 def _put(ends, place, bits, there):
-    """The upper half of a float32 in two bytes."""
+    """Store the upper half of a float32 in two bytes."""
     tl.store(ends + place, (bits >> 16).to(tl.uint8), mask=there)
     tl.store(ends + place + 1, (bits >> 24).to(tl.uint8), mask=there)
 
@@ -82,7 +82,7 @@ def _encode(
     low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
     top: tl.constexpr = (1 << (BITS - 1)) - 1
     step = tl.div_rn(high - low, tl.zeros_like(low) + top)
-    leveled = step > 0.0  # and not NaN
+    leveled = step > 0.0  # False for NaN
     step = tl.where(leveled, step, 1.0)
     per_byte: tl.constexpr = 8 // BITS
     t = tl.arange(0, WIDTH // per_byte)

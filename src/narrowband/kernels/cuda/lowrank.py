@@ -1,8 +1,8 @@
 """Low rank in Triton: products of factors, and orthonormal rows.
 
-What ranks must agree on is summed up in an order that follows from shapes alone: products term by term, and what makes
-rows orthonormal in float64, by pieces of fixed size. Nothing is compiled anew for tensors that lie elsewhere in memory,
-where sums might be split in another way.
+Results that ranks must agree on are summed in an order that depends on shapes alone: products term by term, and the
+float64 sums for orthonormal rows by pieces of fixed size. Loops are not specialized for the alignment of tensors,
+because the compiled variants might split sums differently.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["compensate_project", "low_rank_product", "orthonormalize"]
 
-#: Rows of Q that one launch multiplies with, and elements of a program's tile of products.
+#: Rows of Q that one launch multiplies by, and elements of a program's tile of products.
 _RANKS, _TILE = 16, 4096
-#: Most rows that are made orthonormal at once: their products are in a program's registers. More go one by one.
+#: The most rows that are orthonormalized at once: their products fit in a program's registers. More go one by one.
 _TALLEST = 32
 #: See ``kernels/cpu/lowrank.py``: a share that is this many times its error is known well enough, and the relative
 #: error of a sum of products in float64.
 _CERTAIN, _ROUNDING, _DEPENDENT = tl.constexpr(100.0), tl.constexpr(1e-15), tl.constexpr(DEPENDENT)
 
-#: For any place in memory the same program.
+#: The same program for any alignment.
 _anywhere: Any = triton.jit(do_not_specialize=["p", "out", "partial", "inverse", "rows", "found"])
 
 
@@ -40,7 +40,7 @@ _anywhere: Any = triton.jit(do_not_specialize=["p", "out", "partial", "inverse",
 
 @kernel
 def _sum_up(p, q, row, column, n, m, r):
-    """Elements of pᵀ·q, term by term."""
+    """Compute elements of pᵀ·q, adding term by term."""
     a = tl.load(p + row, mask=row < n, other=0.0)
     total = a[:, None] * tl.load(q + column, mask=column < m, other=0.0)[None, :]
     for k in range(1, r):
@@ -75,7 +75,7 @@ def _project(
     x, residual, p, q, sent_p, sent_q, tops, n, m, r, sent,
     COMPENSATE: tl.constexpr, SENT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Some whole rows: the new residual, its largest magnitude as an integer, and its products with rows of Q."""
+    """Compute some whole rows of the new residual, its largest magnitude as an integer, and its products with Q."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rank = tl.arange(0, RANKS)
     products = tl.zeros((ROWS, RANKS, WIDTH), tl.float32)
@@ -87,7 +87,7 @@ def _project(
         value = tl.load(residual + place, mask=there, other=0.0)
         if COMPENSATE:
             gradient = tl.load(x + place, mask=there, other=0.0)
-            tl.debug_barrier()  # threads that have the same element have read it, too
+            tl.debug_barrier()  # other threads with the same element have read it, too
             tl.store(x + place, value, mask=there)
             if SENT:
                 value -= _sum_up(sent_p, sent_q, row, column, n, m, sent)
@@ -134,7 +134,7 @@ def compensate_project(
 
 @_anywhere
 def _gram(p, partial, r, n, pieces, RANKS: tl.constexpr, WIDTH: tl.constexpr):
-    """The products of rows with each other, over one piece of their columns."""
+    """Compute the products of rows with each other, over one piece of their columns."""
     at = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, RANKS)
     i = at % pieces * WIDTH + tl.arange(0, WIDTH)
@@ -150,9 +150,10 @@ def _gram(p, partial, r, n, pieces, RANKS: tl.constexpr, WIDTH: tl.constexpr):
 
 @_anywhere
 def _inverse_root(partial, inverse, found, r, pieces, RANKS: tl.constexpr):
-    """The inverse of the lower triangular L with L·Lᵀ = p·pᵀ, one column of L after the other.
+    """Invert the lower triangular L with L·Lᵀ = p·pᵀ, one column of L after the other.
 
-    Rows of zeros where a row of p depends on those before; and whether all shares were found: see the loop on CPU.
+    Rows are zero where a row of p depends on those before it. Also note whether all shares were found; see the loop on
+    CPU.
     """
     matrix = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, RANKS)
@@ -171,7 +172,7 @@ def _inverse_root(partial, inverse, found, r, pieces, RANKS: tl.constexpr):
         own = tl.sum(tl.where(rank == k, squares, 0.0), 0)
         error = _ROUNDING / product * own * _CERTAIN
         unsure = tl.where((rest < error) & (error > own * _DEPENDENT), 1, unsure)
-        dependent = rest <= own * _DEPENDENT  # NaN is not
+        dependent = rest <= own * _DEPENDENT  # False for NaN
         product = tl.where(dependent, product, product * (rest / tl.where(dependent, 1.0, own)))
         scale = tl.where(dependent, 0.0, 1.0 / tl.sqrt(tl.where(dependent, 1.0, rest)))
         column *= scale
@@ -185,7 +186,7 @@ def _inverse_root(partial, inverse, found, r, pieces, RANKS: tl.constexpr):
 
 @_anywhere
 def _combine(inverse, p, out, r, n, pieces, RANKS: tl.constexpr, WIDTH: tl.constexpr):
-    """A piece of the columns of ``inverse``·p."""
+    """Compute a piece of the columns of ``inverse``·p."""
     at = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, RANKS)
     i = at % pieces * WIDTH + tl.arange(0, WIDTH)
@@ -201,9 +202,10 @@ def _combine(inverse, p, out, r, n, pieces, RANKS: tl.constexpr, WIDTH: tl.const
 
 @_anywhere
 def _row_by_row(p, out, rows, found, r, n, RANKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Gram and Schmidt, where Cholesky's way did not find the rows: each loses its shares of all before it, twice.
+    """Gram–Schmidt for matrices where Cholesky did not find the shares: subtract from each row its projections on all
+    rows before it, twice.
 
-    A matrix is one program's, whose threads wait for each other wherever one writes what another may read.
+    One program has a whole matrix; its threads synchronize wherever one writes what another may read.
     """
     matrix = tl.program_id(0).to(tl.int64)
     if tl.load(found + matrix) == 0:
@@ -238,7 +240,7 @@ def _row_by_row(p, out, rows, found, r, n, RANKS: tl.constexpr, WIDTH: tl.conste
                 value = tl.load(row + i, mask=i < n, other=0.0)
                 rest += value * value
             left = tl.sum(rest, 0)
-            dependent = left <= tl.sum(before, 0) * _DEPENDENT  # NaN is not
+            dependent = left <= tl.sum(before, 0) * _DEPENDENT  # False for NaN
             factor = tl.where(dependent, 0.0, 1.0 / tl.sqrt(tl.where(dependent, 1.0, left)))
             for first in range(0, n, WIDTH):
                 i = first + tl.arange(0, WIDTH)
@@ -249,9 +251,11 @@ def _row_by_row(p, out, rows, found, r, n, RANKS: tl.constexpr, WIDTH: tl.conste
 
 
 def orthonormalize(p: Tensor) -> Tensor:
-    """Cholesky's way, always twice, and row by row where it does not tell how much of a row its predecessors leave.
+    """Orthonormalize by Cholesky, always twice; row by row where Cholesky cannot tell how much of a row remains beside
+    those before it.
 
-    Which matrices these are, only the device knows: their programs do the work, and those of other matrices nothing.
+    Only the device knows which matrices need the row-by-row loop: the programs of those matrices run it, and the others
+    do nothing.
     """
     out = torch.empty_like(p)
     if not p.numel():

@@ -1,6 +1,6 @@
-"""Masks and places of maxima in Triton.
+"""Masks and places of maxima, in Triton.
 
-A program has some bytes of a mask, and eight elements for each; or some results of pooling.
+A program has some bytes of a mask, with eight elements for each byte; or some results of pooling.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _between(x, out, n, stride, low, high, HALF: tl.constexpr, WIDTH: tl.constex
         i = bit * stride + t
         ok = (t < stride) & (i < n)
         v = load(x + i, ok, HALF)
-        beyond = (v <= low) | (v >= high)  # NaN is not
+        beyond = (v <= low) | (v >= high)  # False for NaN
         byte |= tl.where(ok & (beyond == 0), 1 << bit, 0)
     tl.store(out + t, byte.to(tl.uint8), mask=t < stride)
 
@@ -66,7 +66,7 @@ def apply_mask(mask: Tensor, x: Tensor, out: Tensor, factor: float = 1.0) -> Non
 
 @kernel
 def _begin(i, rows, columns, inner, down, across, above, before):
-    """The row and the column at which the window of each result begins."""
+    """Return the row and the column where the window of each result begins."""
     line = i // inner
     return line // columns % rows * down - above, line % columns * across - before
 

@@ -1,4 +1,4 @@
-"""Momentum correction in Triton: the step of momentum is made where a selection takes its first look at the sums."""
+"""Momentum correction in Triton: the momentum step is made in the pass where a selection first reads the sums."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def momentum_topk(
     sampled: bool = False,
     seed: int = 0,
 ) -> tuple[bool, Tensor, Tensor, float]:
-    """As :func:`narrowband.kernels.momentum_topk`. A threshold saves nothing here: the k-th largest is found in as many
-    launches without one.
+    """Implement :func:`narrowband.kernels.momentum_topk`. The given threshold saves nothing here: without it, the k-th
+    largest takes as many launches.
     """
     n = x.numel()
     if not n:
@@ -47,13 +47,16 @@ def momentum_topk(
 
 
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
-    """No indices, and no values."""
+    """Return empty indices and values."""
     return torch.empty(0, dtype=torch.int32, device=x.device), x.new_empty(0)
 
 
 @kernel
 def _forget(now, before, indices, old, k, momentum, NESTEROV: tl.constexpr, MASKING: tl.constexpr, WIDTH: tl.constexpr):
-    """What one thread has loaded of scattered places another one may store: all have to have read before one writes."""
+    """Implement ``forget``.
+
+    One thread may store to a scattered place that another has loaded, so all have to have read before one writes.
+    """
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     there = i < k
     at = tl.load(indices + i, mask=there, other=0).to(tl.int64)
@@ -65,7 +68,7 @@ def _forget(now, before, indices, old, k, momentum, NESTEROV: tl.constexpr, MASK
     tl.store(old + i, value, mask=there)
     left = tl.zeros_like(value)
     if NESTEROV:
-        left = velocity * momentum * -1.0  # not the momentum's own sign: Triton may lose that of zero on the way here
+        left = velocity * momentum * -1.0  # not −momentum: Triton may lose the sign of −0 on the way here
     tl.store(before + at, left, mask=there)
     tl.store(now + at, left - velocity, mask=there)
 

@@ -1,4 +1,4 @@
-"""Numbers that dwarf all others, on CUDA: by the loop that finds extremes, and operators."""
+"""Outliers that dwarf all other elements, on CUDA: the loop that finds extremes, and PyTorch operators."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Grouped quantization in Triton. A program has some whole groups, a row each.
 
-Groups of a power of two are the usual case, and have loops of their own: a program knows how long its rows are, so that
-it reads and writes without masks, 16 bytes at a time, every element once, and packs codes in its registers. What these
-leave at the end of a tensor, and groups of other lengths, go through the general loops.
+Groups whose length is a power of two are the usual case and have loops of their own. Because a program knows the length
+of its rows, it reads and writes without masks, 16 bytes at a time, reads every element once, and packs codes in
+registers. The general loops handle the rest at the end of a tensor, and groups of other lengths.
 
-A step has many small tensors, and launching a loop takes longer than running it. So there are loops for all tensors
-that go together, with what error feedback does around quantizing, and with the payloads of all ranks.
+A step has many small tensors, and launching a loop takes longer than running it. So there are loops for several tensors
+at once, which include what error feedback does before and after quantization, and which decode the payloads of all
+ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["dequantize_groups", "dequantize_means", "group_minmax", "quantize_all", "quantize_groups"]
 
-#: Longer groups do not fit into a program's registers, and planes of shorter ones do not fill a word.
+#: Longer groups do not fit into a program's registers; planes of shorter groups do not fill a word.
 _LONGEST, _SHORTEST = 8192, 32
 
 _MINMAX, _ABSMAX, _L2, _MEAN = (tl.constexpr(at) for at in range(4))
@@ -42,7 +43,7 @@ _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 @kernel
 def _rows(n, group, ROWS: tl.constexpr):
-    """Numbers of this program's groups, where they begin, and how many elements each has."""
+    """Return the numbers of this program's groups, where they begin, and how many elements each has."""
     g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     begin = g * group
     return g, begin, tl.minimum(n - begin, group)
@@ -50,7 +51,7 @@ def _rows(n, group, ROWS: tl.constexpr):
 
 @kernel
 def _extremes(v, inside):
-    """Smallest and largest of each row; NaN where the row is not finite."""
+    """Return the smallest and largest value of each row; NaN if the row is not finite."""
     at = ordered(v.to(tl.int32, bitcast=True))
     low = tl.min(tl.where(inside, at, _MOST), 1)
     high = tl.max(tl.where(inside, at, _LEAST), 1)
@@ -72,7 +73,7 @@ def _minmax(x, lows, highs, n, groups, group, ROWS: tl.constexpr, WIDTH: tl.cons
 
 @kernel
 def _header(v, inside, m, levels, SCALE: tl.constexpr):
-    """The smallest level of each row, and the distance of two."""
+    """Return the smallest level of each row, and the step."""
     low = tl.zeros_like(m).to(tl.float32)
     if SCALE == _MINMAX:
         low, high = _extremes(v, inside)
@@ -99,7 +100,7 @@ def _write_plane(
     BITS: tl.constexpr, PLANE: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The bytes of a plane of this width; how many each row has."""
+    """Write the bytes of a plane of this width; return how many each row has."""
     down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)  # wider planes hold lower bits
     t = tl.arange(0, WIDTH * PLANE // 8)
     stride = (m * PLANE + 7) >> 3
@@ -147,7 +148,9 @@ def _quantize(
 
 @kernel
 def _write_whole_plane(codes, out, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The bytes of a plane of whole rows, four in a word; ``out`` has where the words of each row begin."""
+    """Write the bytes of a plane of whole rows, four to a word; ``out`` has the addresses where the words of rows
+    begin.
+    """
     down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)  # wider planes hold lower bits, and come first
     parts: tl.constexpr = 8 // PLANE
     stride: tl.constexpr = WIDTH // parts
@@ -162,7 +165,7 @@ def _write_whole_plane(codes, out, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS
 
 @kernel
 def _read_whole_plane(words, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The bits of codes that a plane of whole rows holds, in their place."""
+    """Return the bits of codes that a plane of whole rows holds, shifted into their place."""
     down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
     parts: tl.constexpr = 8 // PLANE
     stride: tl.constexpr = WIDTH // parts
@@ -178,7 +181,7 @@ def _write_codes(
     v, low, step, words, part, shift, top, folded,
     BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The codes of whole rows, written and returned."""
+    """Write and return the codes of whole rows."""
     row = tl.arange(0, ROWS)
     if SCALE == _MEAN:
         finite = step == step  # noqa: PLR0124 - not NaN
@@ -244,7 +247,9 @@ def _quantize_segments(
     BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, FEEDBACK: tl.constexpr, NOTES: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_quantize_whole` of several tensors, of sums with their residuals, and what these then lack."""
+    """Run :func:`_quantize_whole` for several tensors. With FEEDBACK, quantize sums with residuals, and update x and
+    residual.
+    """
     own, part = segment(table, count, 7, SEGMENTS)
     x = tl.load(own + 1).to(tl.pointer_type(tl.float32))
     residual = tl.load(own + 2).to(tl.pointer_type(tl.float32))
@@ -281,7 +286,7 @@ def _quantize_segments(
     )  # fmt: skip
     if FEEDBACK:
         decoded = (code.to(tl.float32) - offset) * step[:, None] + low[:, None]
-        tl.debug_barrier()  # what one thread has loaded another one may store
+        tl.debug_barrier()  # a thread may store what another has loaded
         tl.store(x + i, old)
         tl.store(residual + i, v - decoded)
 
@@ -292,7 +297,7 @@ def _mean_segments(
     BITS: tl.constexpr, HAS_LOW: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Means of what ranks have sent, for several tensors; payloads of one are so many words apart."""
+    """Decode the means over ranks for several tensors; the payloads of one tensor are a fixed number of words apart."""
     own, part = segment(table, count, 5, SEGMENTS)
     out = tl.load(own + 1).to(tl.pointer_type(tl.float32)) + part * (ROWS * WIDTH)
     lows = tl.load(own + 2).to(tl.pointer_type(tl.float32)) + part * ROWS
@@ -321,7 +326,7 @@ def _mean_segments(
 
 @kernel
 def _read_plane(codes, at, j, m, inside, BITS: tl.constexpr, PLANE: tl.constexpr):
-    """The bits of codes that a plane of this width holds, in their place; how many bytes of it each row has."""
+    """Return the bits of codes that a plane of this width holds, shifted into their place, and its bytes per row."""
     down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
     stride = tl.maximum((m * PLANE + 7) >> 3, 1)
     part = j[None, :] // stride[:, None]
@@ -367,12 +372,12 @@ def group_minmax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 class _Form:
-    """What a quantizer's loops are given, whatever the tensor.
+    """Arguments of a quantizer's loops that do not depend on the tensor.
 
     Attributes:
         tile: rows and columns of a program's tile.
-        levels: what a span, or a magnitude, is divided by.
-        shift: what is added before rounding down.
+        levels: the divisor of a span, or of a magnitude.
+        shift: is added before rounding down.
         top: the largest code.
         offset: the code of zero, in the symmetric scales.
     """
@@ -392,12 +397,12 @@ class _Form:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of loops that quantize."""
+        """The constants of loops that quantize."""
         return {"BITS": self.bits, "SCALE": _SCALES[self.scale], "STOCHASTIC": self.stochastic, **self.tile}
 
     def parts(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a payload of n elements: the header, in memory where floats may lie, which is the payload's own where it
-        can be; the steps in it; and the codes.
+        """Return (header, steps, codes) of a payload of n elements. The header is in memory aligned for floats: the
+        payload's own if possible. The steps are a part of the header.
         """
         groups = -(-n // self.group)
         header = groups * (2 if self.scale == "minmax" else 1)
@@ -407,7 +412,7 @@ class _Form:
         return floats, floats[header - groups :], payload[4 * header :]
 
     def whole(self, n: int, codes: Tensor) -> int:
-        """How many programs' tiles of whole groups there are, that loops without masks can take."""
+        """Return how many program tiles of whole groups the loops without masks can take."""
         if (
             self.tile["WIDTH"] != self.group
             or self.group < _SHORTEST
@@ -418,7 +423,7 @@ class _Form:
         return n // (self.tile["ROWS"] * self.group)
 
     def quantize_rest(self, x: Tensor, floats: Tensor, steps: Tensor, codes: Tensor, seed: int, done: int) -> None:
-        """The groups from this one on, by the general loop."""
+        """Quantize the groups from ``done`` on by the general loop."""
         n, groups = x.numel(), -(-x.numel() // self.group)
         if done < groups:
             first, each = done * self.group, packed_nbytes(self.group, self.bits, self.group)
@@ -430,7 +435,7 @@ class _Form:
     def dequantize_rest(
         self, floats: Tensor, steps: Tensor, codes: Tensor, out: Tensor, done: int, weight: float, *, accumulate: bool
     ) -> None:
-        """The same of decoding."""
+        """Decode the groups from ``done`` on by the general loop."""
         n, groups = out.numel(), -(-out.numel() // self.group)
         if done < groups:
             first, each = done * self.group, packed_nbytes(self.group, self.bits, self.group)

@@ -1,10 +1,10 @@
 """Rows of codes with shared ranges, in Triton.
 
-A program has some bytes of some rows, and the elements in these; or some of the ranges.
+A program has some bytes of some rows, and the elements in these bytes; or it has some of the ranges.
 
-Where estimates adapt, the rows of a program share a range: what it has seen is then two numbers. In a second launch
-each program settles the range of its rows from what all of that range have seen, and returns where codes are good as
-they are. Tensors come as they are, whatever their shape: the host makes no views of them.
+If estimates adapt, the rows of a program share one range, so that it notes only two numbers: the extremes that it has
+seen. In a second launch, each program settles the range of its rows from the notes of all programs of that range, and
+returns early if its codes are good. Tensors are passed in any shape: the host makes no views.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
-#: Counts that differ from layer to layer, and whose being 1 or divisible by 16 is of no use to a loop.
+#: Arguments that differ from layer to layer and are not specialized: loops gain nothing if one is 1 or divisible by 16.
 counting: Any = triton.jit(
     do_not_specialize=["count", "outer", "groups", "blocks", "workers", "turns", "pieces", "folded"]
 )
@@ -59,13 +59,13 @@ counting: Any = triton.jit(
 
 @kernel
 def _ints(place):
-    """Memory of floats, as integers."""
+    """View memory of floats as integers."""
     return place.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @kernel
 def _bits(place, HALF: tl.constexpr):
-    """Memory of bfloat16 as :func:`load` and :func:`store` take it; a view costs the host as much as a third of a
+    """View memory of bfloat16 as :func:`load` and :func:`store` take it. A view on the host would cost a third of a
     launch.
     """
     if HALF:
@@ -76,8 +76,8 @@ def _bits(place, HALF: tl.constexpr):
 
 @kernel
 def _first(piece, ROWS: tl.constexpr, FEW: tl.constexpr):
-    """The numbers of a piece's rows, and the same in 64 bits, for places in memory. What is divided has 32 bits if
-    that is enough: a GPU takes four times as long for 64.
+    """Return the numbers of a piece's rows, also in 64 bits, for addresses. Divisions use 32 bits if FEW: with 64 bits
+    a GPU takes four times as long.
     """
     r = piece.to(tl.int32 if FEW else tl.int64) * ROWS + tl.arange(0, ROWS)
     return r, r.to(tl.int64)
@@ -85,7 +85,7 @@ def _first(piece, ROWS: tl.constexpr, FEW: tl.constexpr):
 
 @kernel
 def _place(blocks, outer, groups, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr):
-    """This program's rows, also in 64 bits, the range of each, and its bytes of a row."""
+    """Return this program's rows, also in 64 bits, the range of each row, and the program's bytes of a row."""
     at = tl.program_id(0)
     piece = at // blocks
     r, wide = _first(piece, ROWS, FEW)
@@ -96,7 +96,7 @@ def _place(blocks, outer, groups, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: 
 
 @kernel
 def _begin(r, groups, inner, apart):
-    """Where rows begin in the tensor."""
+    """Return where rows begin in the tensor."""
     line = r // groups
     return line.to(tl.int64) * apart + (r - line * groups).to(tl.int64) * inner
 
@@ -174,8 +174,8 @@ def _extremes(
 
 @kernel
 def _learn(estimates, lows, highs, learned, seen, groups, decay, rest, WIDTH: tl.constexpr):
-    """New estimates; and of this program's ranges the largest share by which an end has moved, or NaN, and whether
-    twice an end is infinite.
+    """Compute new estimates; note the largest share by which an end of this program's ranges has moved, or NaN, and
+    whether twice an end is infinite.
     """
     g = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     there = g < groups
@@ -205,7 +205,7 @@ def _quantize_group(
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Codes of some tiles of a group by its estimate, and their extremes."""
+    """Make codes of some tiles of a group by its estimate, and note their extremes."""
     at = tl.program_id(0)
     g, worker = at // workers, at % workers
     low, step = tl.load(estimates + groups + g), tl.div_rn(tl.load(estimates + g), levels)
@@ -228,8 +228,9 @@ def _quantize_group_again(
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, FEW: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """The range of a group, which each of its programs settles for itself and one of them writes; and codes of some
-    tiles, if they are to be made again.
+    """Settle the range of a group, and make the codes of some tiles again if necessary.
+
+    Each program of the group computes the range for itself, and one of them writes it.
     """
     at = tl.program_id(0)
     g, worker = at // workers, at % workers
@@ -283,7 +284,7 @@ def _quantize_tile(
     folded, STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Codes of some bytes of some rows of a group, and by place in the tile the extremes so far."""
+    """Make codes of some bytes of some rows of a group; return the extremes so far for each place in the tile."""
     piece = tile // blocks
     o = piece.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     t = (tile - piece * blocks).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
@@ -315,7 +316,7 @@ def _quantize_tile(
 
 
 def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
-    """A tensor, and how far neighbouring lines of rows are apart in it."""
+    """Return a tensor, and how far apart neighbouring lines of rows are in it."""
     line = rows.groups * rows.inner
     if x.is_contiguous():
         return x, line
@@ -325,7 +326,7 @@ def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
 
 
 def _tile(length: int, rows: Rows) -> dict[str, int]:
-    """Rows and columns of a program's tile, where rows are so long; and whether 32 bits count all rows."""
+    """Return rows and columns of a program's tile for rows of this length, and whether 32 bits can count all rows."""
     width = min(BLOCK, triton.next_power_of_2(max(length, 1)))
     return {"ROWS": max(1, BLOCK // width), "WIDTH": width, "FEW": int(rows.total <= (1 << 31) - 2 * BLOCK)}
 
@@ -362,7 +363,7 @@ def dequantize_rows(
 
 @functools.lru_cache(maxsize=1 << 12)
 def _cut(rows: Rows, bits: int) -> tuple[int, int, int, dict[str, int]]:
-    """Programs, bytes of a row, pieces of these, and a tile, where each program has one."""
+    """Return programs, bytes of a row, pieces of a row, and the tile, if each program has one tile."""
     stride = -(-rows.inner * bits // 8)
     tile = _tile(stride, rows)
     blocks = -(-stride // tile["WIDTH"])
@@ -411,17 +412,17 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
 quantize_rows_learning = functools.partial(learning, quantize_rows_extremes, learn_ranges)
 
 
-#: Shorter rows, in bytes, that lie apart from the next one of their group, would be read mostly for what is between.
+#: Bytes. If shorter rows lie apart from the next row of their group, most bytes read would belong to the gaps.
 _SHORTEST = 64
-#: Numbers of a range that one program looks at in a turn.
+#: How many notes of a range one program reads at a time.
 _TURN = 256
-#: Programs at most, unless there are more groups: each of a group's looks at what all of them have seen.
+#: The most programs, unless there are more groups: each program of a group reads the notes of all of them.
 _PROGRAMS = 4096
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _shared(rows: Rows, bits: int) -> tuple[int, int, int, int, dict[str, int]]:
-    """Bytes of a row, pieces of these, programs of a group and how many tiles each has, and a tile."""
+    """Return bytes of a row, pieces of a row, programs of a group, tiles of a program, and the tile."""
     stride = -(-rows.inner * bits // 8)
     tile = _tile(stride, rows)
     blocks = -(-stride // tile["WIDTH"])
@@ -456,7 +457,7 @@ def quantize_rows_adapting(
         x, apart = _spaced(x, rows)
     estimates, groups = estimates.contiguous(), rows.groups
     stride, blocks, workers, turns, tile = _shared(rows, bits)
-    # Low, step, and the new estimates; and behind these, what programs have seen.
+    # Low, step, and the new estimates; behind these, the notes of programs.
     made = torch.empty(4 * groups + 2 * groups * workers, dtype=torch.float32, device=x.device)
     levels = float((1 << bits) - 1)
     mean, deviation, length = standard or (estimates, estimates, rows.inner)

@@ -1,14 +1,14 @@
-"""Selection in Triton: a threshold first, then places in their order.
+"""Selection in Triton: first a threshold, then the places of selected elements, in their order.
 
-The k-th largest magnitude is found digit by digit, as a radix sort would: how many elements have each value of the
-highest 8 bits says which of these the k-th largest has, and so on with the bits below. Then every program counts what
-it has above the threshold and at it, and from the counts of the programs before knows where to write. Rows that fit
-into a program's registers take one.
+The k-th largest magnitude is found digit by digit, like a radix sort. The number of elements for each value of the
+highest 8 bits determines these bits of the k-th largest, and so on with the bits below. Then every program counts its
+elements above the threshold and at it; the counts of the programs before it tell where it has to write. Rows that fit
+into a program's registers take one program.
 
-A long tensor is looked at once. A sample says which magnitude somewhat more than k elements reach, and a pass puts
-these candidates aside; digits are then those of candidates. Where the sample misled, there are less than k candidates
-or more than there is room for. Then digits are those of all elements. The launches are the same, and which it is they
-read in the device's memory: nothing here waits for the device.
+A long tensor is read only once. A sample gives a magnitude that somewhat more than k elements reach, and one pass
+stores these candidates; digits are then those of candidates. If the sample misled, there are fewer than k candidates or
+more than there is room for; digits are then those of all elements. The launches are the same in both cases, and the
+programs read from device memory which case it is: nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -38,39 +38,40 @@ __all__ = [
     "select_topk_rows",
 ]
 
-#: Longest rows that one program has in its registers; and how many elements each of its warps has, if 16 are enough.
+#: The longest rows that one program holds in registers; and elements per warp, if 16 warps are enough.
 _SHORT, _PER_WARP = 16384, 512
-#: About as many programs take a long tensor: where it has more tiles than these, each takes several, one by one.
+#: About the most programs for a long tensor: if it has more tiles, each program takes several, one by one.
 _PROGRAMS = 1024
 
-#: From how many elements on candidates are put aside: fewer come out of the cache as often as they are looked at.
+#: The fewest elements for which candidates are stored: smaller tensors are read from the cache each time.
 _LONG = 1 << 20
-#: Elements of the sample, which one program takes; and of a tile where candidates are looked for.
+#: Elements of the sample, which one program takes; elements of a tile in the search for candidates.
 _SAMPLE, _TILE = 8192, 2048
-#: Standard deviations by which the sample's threshold errs to the safe side, and by which there is room for more.
+#: Standard deviations of safety margin in the sample's threshold, and in the room for candidates.
 _SAFE, _SPARE = 4.5, 6.0
-#: Candidates take at most one place for so many elements: 16 bytes of scratch memory each.
+#: There is room for at most one candidate per this many elements: 16 bytes of scratch memory each.
 _SCARCE = 16
 
-#: Values of a digit. A row's notes begin with how often each value of its four digits was seen.
+#: Values of a digit. A row's notes begin with the counts of each value of its four digits.
 _VALUES = tl.constexpr(256)
 _COUNTS = tl.constexpr(4 * 256)
-#: Behind them: the threshold of candidates, how many there are, the largest magnitude; and from the fourth place on
+#: Behind the counts: the threshold of candidates, their number, the largest magnitude; and from the fourth place on
 #: what is known after each digit.
 _LOW, _FOUND, _TOP, _LEFT = tl.constexpr(1024), tl.constexpr(1025), tl.constexpr(1026), tl.constexpr(1026)
 _NOTES = tl.constexpr(1024 + 16)
 
-#: A k of 1 is no constant of a program, and neither is a threshold. Nor is compiled once more for each kind of number
-#: that says how programs share the work.
+#: Arguments that are not specialized: neither k nor a threshold becomes a constant if it is 1, and numbers that say how
+#: programs share the work cause no new compilation.
 _UNSPECIFIC = ["k", "folded", "size", "rank", "sharers", "groups", "table", "candidates", "room", "number_of_tiles"]
 _loop: Any = triton.jit(do_not_specialize=_UNSPECIFIC)
 
 
 @kernel
 def _known(notes, k, part, KNOWN: tl.constexpr):
-    """The first digits of the k-th largest, with zeros for the others; and which of those with these digits it is.
+    """Return the known first digits of the k-th largest, with zeros for the others; and its rank among elements with
+    these digits.
 
-    What was known before, the launch before has left behind the counts, in a place for each digit.
+    The launch before has left what was known before it behind the counts, in a place for each digit.
     """
     VALUES: tl.constexpr = _VALUES if KNOWN < 4 else _VALUES // 2
     DOWN: tl.constexpr = 31 - 8 * KNOWN if KNOWN < 4 else 0
@@ -79,7 +80,7 @@ def _known(notes, k, part, KNOWN: tl.constexpr):
     wanted = k
     if KNOWN > 1:
         level, wanted = tl.load(left - 2), tl.load(left - 1)
-    number = tl.load(notes + (KNOWN - 1) * _VALUES + (VALUES - 1 - tl.arange(0, VALUES)))  # of the largest value first
+    number = tl.load(notes + (KNOWN - 1) * _VALUES + (VALUES - 1 - tl.arange(0, VALUES)))  # for the largest value first
     passed = tl.cumsum(number, 0)
     before = passed < wanted
     level += (VALUES - 1 - tl.sum(before.to(tl.int32), 0)) << DOWN
@@ -91,7 +92,7 @@ def _known(notes, k, part, KNOWN: tl.constexpr):
 
 @kernel
 def _amount(notes, k, width, room, FOUND: tl.constexpr):
-    """How many elements are to be looked at, and how many candidates: either is zero."""
+    """Return how many elements are to be read, and how many candidates: one of the two is zero."""
     elements = width
     candidates = 0
     if FOUND:
@@ -107,7 +108,7 @@ def _element(
     a, b, c, f, g, found, room, begin, j, elements, candidates, KIND: tl.constexpr, WRITE: tl.constexpr,
     FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Elements of a row, or candidates: their indices, values, and magnitudes as integers."""
+    """Return elements of a row, or candidates: their indices, values, and magnitudes as integers."""
     i = begin + j
     value, magnitude = look(a, b, c, f, g, i, j < elements, KIND, WRITE)
     if FOUND:
@@ -124,9 +125,9 @@ def _tally(
     a, b, c, f, g, scratch, k, width, sharers, candidates, room,
     KIND: tl.constexpr, KNOWN: tl.constexpr, FOUND: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """How many elements of a row, of those that share the known digits of its k-th largest, have which next digit.
+    """Count, among a row's elements that share the known digits of its k-th largest, each value of the next digit.
 
-    With no digit known, also the largest magnitude.
+    With no digit known, also find the largest magnitude.
     """
     at = tl.program_id(0).to(tl.int64)
     row, part = at // sharers, at % sharers
@@ -162,10 +163,10 @@ def _count(
     a, b, c, f, g, scratch, numbers, k, width, sharers, candidates, room,
     KIND: tl.constexpr, WRITE: tl.constexpr, GIVEN: tl.constexpr, FOUND: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """How many elements of each program are above the threshold and how many at it; and the largest magnitude.
+    """Count each program's elements above the threshold and at it; find the largest magnitude.
 
-    The threshold is k itself if it is given, and otherwise the k-th largest of what was tallied. Behind all of these,
-    the largest magnitude of the first row, so that nobody need keep the scratch memory for it.
+    The threshold is k itself if it is given, and otherwise the k-th largest of the tally. The largest magnitude of the
+    first row is written behind all of these, so that nobody need keep the scratch memory for it.
     """
     at = tl.program_id(0).to(tl.int64)
     row, part = at // sharers, at % sharers
@@ -195,9 +196,10 @@ def _count(
 
 @kernel
 def _places(magnitude, level, above, ties, allowed):
-    """Which elements are taken, and after how many others; and how many are above the threshold, and at it.
+    """Return which elements are taken, and behind how many others; and how many are above the threshold, and at it.
 
-    ``above`` and ``ties`` have come before these, and of all ties so many are ``allowed``. One scan counts both.
+    ``above`` and ``ties`` are the counts before these elements; ``allowed`` is how many of all ties may be taken. One
+    scan counts both.
     """
     is_above = (magnitude > level).to(tl.int32)
     tie = (magnitude == level).to(tl.int32)
@@ -214,7 +216,7 @@ def _write(
     KIND: tl.constexpr, GIVEN: tl.constexpr, ALL: tl.constexpr, FOUND: tl.constexpr, SHARERS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What is above the threshold, and of what is at it the first ones, or all, into the places where they belong."""
+    """Write the elements above the threshold, and the first ones at it (or all), to their places."""
     at = tl.program_id(0).to(tl.int64)
     row, part = at // sharers, at % sharers
     notes = scratch + row * _NOTES
@@ -249,7 +251,7 @@ def _write(
 def _short(
     a, b, c, f, g, indices, values, tops, k, width, KIND: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """All of it for a row that one program has at once: its k-th largest, bit by bit, and what is taken."""
+    """Do the whole selection of a row that one program holds at once: find its k-th largest bit by bit, and write."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, WIDTH)
     i = row * width + j
@@ -268,7 +270,7 @@ def _short(
 
 @kernel
 def _stratum(i, n, size, folded):
-    """A position from the i-th of so many equal strata."""
+    """Return a position from the i-th of ``size`` equal strata."""
     low = i * n // size
     h = mix(i.to(tl.uint32) + folded.to(tl.uint32)).to(tl.int64)
     return low + (h * ((i + 1) * n // size - low) >> 32)
@@ -282,7 +284,7 @@ def _random(out, n, k, folded, WIDTH: tl.constexpr):
 
 @_loop
 def _draw(a, b, c, f, g, out, n, size, folded, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """A sample of what elements are going to be."""
+    """Compute a sample of the elements that the source is going to have."""
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     there = i < size
     value, _ = look(a, b, c, f, g, _stratum(i, n, size, folded), there, KIND, False)
@@ -291,7 +293,7 @@ def _draw(a, b, c, f, g, out, n, size, folded, KIND: tl.constexpr, WIDTH: tl.con
 
 @kernel
 def _begin(scratch, groups, sharers, level, SHARERS: tl.constexpr):
-    """Notes and groups of zeros, except that candidates reach this level."""
+    """Set notes and groups to zeros, except for the threshold of candidates, which becomes ``level``."""
     note = tl.arange(0, 2 * _COUNTS)
     tl.store(scratch + note, note * 0, mask=(note < _NOTES) & (note != _LOW))
     sharer = tl.arange(0, SHARERS)
@@ -303,9 +305,10 @@ def _begin(scratch, groups, sharers, level, SHARERS: tl.constexpr):
 def _bound(
     a, b, c, f, g, scratch, groups, n, rank, sharers, KIND: tl.constexpr, SHARERS: tl.constexpr, SAMPLE: tl.constexpr
 ):  # fmt: skip
-    """Candidates reach the magnitude of this rank in a sample, rounded down. More than k elements do.
+    """Set the threshold of candidates to the magnitude of this rank in a sample, rounded down. More than k elements
+    reach it.
 
-    They are not zero, so that a tensor of mostly zeros has few of them.
+    The threshold is not zero, so that a tensor of mostly zeros has few candidates.
     """
     i = tl.arange(0, SAMPLE).to(tl.int64)
     _value, magnitude = look(a, b, c, f, g, _stratum(i, n, SAMPLE, i * 0), i < SAMPLE, KIND, False)
@@ -318,7 +321,7 @@ def _bound(
 
 @_loop
 def _bound_given(counts, scratch, groups, k, sharers, GIVEN: tl.constexpr, SHARERS: tl.constexpr):
-    """Candidates reach k itself, or the k-th largest of what was tallied."""
+    """Set the threshold of candidates to k itself, or to the k-th largest of the tally."""
     level = k
     if not GIVEN:
         level, _wanted = _known(counts, k, k * 0, 4)
@@ -330,12 +333,12 @@ def _gather(
     a, b, c, f, g, scratch, groups, table, candidates, n, room,
     KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of a tile, wherever the next room is; the table says where, and how many."""
+    """Store the candidates of a tile where the next room is; the table says where, and how many."""
     tile = tl.program_id(0)
     i = tile.to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     value, magnitude = look(a, b, c, f, g, i, i < n, KIND, True)
     top = tl.max(magnitude, 0)
-    if top > tl.load(scratch + _TOP):  # few are, and others need not queue up
+    if top > tl.load(scratch + _TOP):  # true for few; others need not wait for the atomic
         tl.atomic_max(scratch + _TOP, top, sem="relaxed")
     large = (magnitude >= tl.load(scratch + _LOW)).to(tl.int32)
     number = tl.sum(large, 0)
@@ -355,7 +358,7 @@ def _gather(
 def _pieces(
     scratch, groups, table, number_of_tiles, part, GROUP: tl.constexpr, SHARERS: tl.constexpr
 ):  # fmt: skip
-    """Where the candidates of a group's tiles are, how many, and where they belong."""
+    """Return where the candidates of a group's tiles are, how many they are, and where they belong."""
     sharer = tl.arange(0, SHARERS)
     before = tl.sum(tl.load(scratch + groups + sharer, mask=sharer < part, other=0), 0)
     tile = part * GROUP + tl.arange(0, GROUP)
@@ -370,8 +373,8 @@ def _arrange(
     a, b, c, f, g, scratch, groups, table, candidates, k, n, room, number_of_tiles, sharers,
     KIND: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Candidates end to end, in the order of their indices, behind where they were; and the tally of the first digit,
-    of these or, where the sample misled, of all elements.
+    """Copy candidates end to end, in the order of their indices, behind where they were. Tally their first digit; or
+    that of all elements, if the sample misled.
     """
     part = tl.program_id(0).to(tl.int64)
     elements, close = _amount(scratch, k, n, room, True)
@@ -404,7 +407,7 @@ def _take(
     scratch, groups, table, candidates, indices, values, room, number_of_tiles,
     GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr,
 ):  # fmt: skip
-    """All candidates, in the order of their indices."""
+    """Write all candidates, in the order of their indices."""
     part = tl.program_id(0).to(tl.int64)
     begin, number, first = _pieces(scratch, groups, table, number_of_tiles, part, GROUP, SHARERS)
     lane = tl.arange(0, LANES)
@@ -418,7 +421,9 @@ def _take(
 
 
 class Chosen(NamedTuple):
-    """What was chosen: sorted int32 indices, values there, and the largest magnitudes that programs saw of all."""
+    """The result of a selection: sorted int32 indices, the values there, and the largest magnitudes that programs saw
+    of all elements.
+    """
 
     indices: Tensor
     values: Tensor
@@ -426,8 +431,9 @@ class Chosen(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """How programs share rows: elements of a row, programs of one; and all of the programs. Where candidates are in
-    scratch memory, and how many have room; none.
+    """How programs share rows: elements of a row, programs of a row, all programs.
+
+    Also where candidates are in scratch memory, and how many have room; none without candidates.
     """
 
     width: int
@@ -448,16 +454,17 @@ class _Shared(NamedTuple):
         return self.width, self.sharers, self.candidates, self.room
 
     def numbers(self, on: Tensor) -> Tensor:
-        """Room for what :func:`_count` finds."""
+        """Return memory for what :func:`_count` finds."""
         return torch.empty(3 * self.programs + 1, dtype=torch.int32, device=on.device)
 
 
 def _margins(n: int, k: int) -> tuple[int, int]:
-    """The rank in a sample of what is safely below the k-th largest of n, and room for what reaches it.
+    """Return (a rank in a sample whose element is safely below the k-th largest of n, the room for the elements that
+    reach it).
 
     Of the k largest, a sample of s has about e = s·k / n, with a standard deviation of √e; and of n elements, about
-    n·r / s reach the r-th largest of a sample, with one of n·√r / s. What is added is for small numbers, which are not
-    normally distributed.
+    n·r / s reach the r-th largest of a sample, with a standard deviation of n·√r / s. The terms added are for small
+    numbers, which are not normally distributed.
     """
     expected = _SAMPLE * k / n
     rank = math.ceil(expected + _SAFE * math.sqrt(expected) + 6)
@@ -465,7 +472,7 @@ def _margins(n: int, k: int) -> tuple[int, int]:
 
 
 def _tally_all(source: Source, k: int, shared: _Shared, rows: int) -> Tensor:
-    """The counts of the digits of rows' k-th largest, and the largest magnitudes. The source is written."""
+    """Return the counts of the digits of rows' k-th largest, and the largest magnitudes. The source is written."""
     scratch = torch.zeros(rows * _NOTES.value, dtype=torch.int32, device=source.a.device)
     _tally_from(0, source, scratch, k, shared)
     return scratch
@@ -479,8 +486,8 @@ def _tally_from(digit: int, source: Source, scratch: Tensor, k: int, shared: _Sh
 
 
 class _Groups(NamedTuple):
-    """How a long tensor's tiles are grouped, and where in scratch memory what is about these: how many candidates each
-    group has, where those of each tile are, and these themselves.
+    """How a long tensor's tiles are grouped, and where in scratch memory are: the number of each group's candidates,
+    the place of each tile's candidates, and the candidates themselves.
     """
 
     tiles: int
@@ -510,7 +517,7 @@ class _Groups(NamedTuple):
 
 
 def _gather_all(source: Source, k: int, rank: int, room: int) -> tuple[Tensor, _Shared]:
-    """Candidates, put aside, and the counts of their digits; or those of all. The source is written."""
+    """Store candidates, and return the counts of their digits; or the counts of all elements. The source is written."""
     on, n = source.a, source.a.numel()
     own = _Groups.of(n)
     scratch = own.scratch(on, 4 * room)
@@ -540,7 +547,7 @@ def _write_all(
 
 
 def choose(source: Source, k: int, width: int, rows: int = 1) -> Chosen:
-    """The k largest of each row, ties to the lower index. The source is written; the device is not waited for."""
+    """Select the k largest of each row, ties to the lower index. The source is written; the host does not wait."""
     on = source.a
     if width <= _SHORT:
         indices, tops = (torch.empty(size, dtype=torch.int32, device=on.device) for size in (rows * k, rows))
@@ -563,9 +570,9 @@ def choose(source: Source, k: int, width: int, rows: int = 1) -> Chosen:
 
 
 def choose_sampled(source: Source, k: int, seed: int) -> Chosen:
-    """The k largest of those that reach the threshold of a sample, or fewer. The source is written.
+    """Select the k largest of those that reach the threshold of a sample, or fewer. The source is written.
 
-    How many reach it depends on the data, and is asked for once.
+    How many elements reach it depends on the data; the host waits for this number once.
     """
     on, n = source.a, source.a.numel()
     size, rank = sample_size(n, k), sample_rank(n, k)
@@ -577,7 +584,7 @@ def choose_sampled(source: Source, k: int, seed: int) -> Chosen:
 
 
 def _reaching(source: Source, counts: Tensor, level: int, most: int, *, given: bool) -> Chosen:
-    """What reaches a threshold, and of that at most so many. The source is written."""
+    """Select the elements that reach a threshold, at most ``most`` of them. The source is written."""
     long = source.a.numel() >= _LONG
     few = _few_reaching(source, counts, level, most, given=given) if long else None
     chosen = few or _all_reaching(source.after() if long else source, counts, level, given=given)
@@ -588,7 +595,7 @@ def _reaching(source: Source, counts: Tensor, level: int, most: int, *, given: b
 
 
 def _few_reaching(source: Source, counts: Tensor, level: int, most: int, *, given: bool) -> Chosen | None:
-    """What reaches a threshold in a long tensor, if that is little. The source is written."""
+    """Select the elements of a long tensor that reach a threshold; None if there are many. The source is written."""
     on, n = source.a, source.a.numel()
     own, room = _Groups.of(n), min(n // _SCARCE, 2 * most + BLOCK)
     scratch, groups = own.scratch(on, 2 * room), own.places[0]
@@ -605,7 +612,7 @@ def _few_reaching(source: Source, counts: Tensor, level: int, most: int, *, give
 
 
 def _all_reaching(source: Source, counts: Tensor, level: int, *, given: bool) -> Chosen:
-    """What reaches a threshold. The source is written."""
+    """Select all elements that reach a threshold. The source is written."""
     on, shared = source.a, _Shared.of(source.a.numel())
     numbers = shared.numbers(on)
     form = {"KIND": source.kind, "WRITE": True, "GIVEN": given, "FOUND": False, "WIDTH": BLOCK}

@@ -1,7 +1,7 @@
-"""Shares of a flat tensor in Triton.
+"""Shares of a flat tensor, in Triton.
 
-Sorted by owners: first every program counts how many of its elements each owner has. Where an owner's elements of a
-program go then follows from the counts of the programs before it, and their order stays.
+Elements are sorted by owner, in two launches. First every program counts its elements of each owner. From the counts of
+the programs before it, a program then knows where its elements go; their order stays.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["from_share", "split_shares"]
 
 _SHARE = tl.constexpr(SHARE_BLOCK)
-#: Elements, and elements times owners, that a program sorts at once.
+#: The most elements, and elements times owners, that a program sorts at once.
 _SORTED, _TABLE = 1024, 8192
 
 
 @kernel
 def _shift(row, ranks, folded):
-    """By how many ranks the owners of a row's blocks are shifted."""
+    """Return by how many ranks the owners of a row's blocks are shifted."""
     h = row.to(tl.uint32) * 0x9E3779B1 + folded.to(tl.uint32)
     h = (h ^ (h >> 15)) * 0x2C1B3C6D
     return ((h ^ (h >> 13)) % (row * 0 + ranks).to(tl.uint32)).to(tl.int32)
@@ -36,7 +36,9 @@ def _shift(row, ranks, folded):
 
 @kernel
 def _owner(at, ranks, folded):
-    """Whose element this is, and which of that owner's: of indices in 32 bits, whose division is a quarter as long."""
+    """Return the owner of each element, and its index in the owner's share. Indices have 32 bits: 64-bit division takes
+    four times as long.
+    """
     block = at // _SHARE
     row = block // ranks
     owner = block - row * ranks + _shift(row, ranks, folded)
@@ -45,7 +47,7 @@ def _owner(at, ranks, folded):
 
 @kernel
 def _belongs(indices, k, ranks, folded, RANKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of this program's elements: numbers, owners and places; and a table of who owns which, (elements, ranks)."""
+    """Return numbers, owners and places of this program's elements, and a table of their owners, (elements, ranks)."""
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     owner, local = _owner(tl.load(indices + i, mask=i < k, other=0), ranks, folded)
     owns = (owner[:, None] == tl.arange(0, RANKS)[None, :]) & (i < k)[:, None]
@@ -64,7 +66,10 @@ def _deal(
     indices, values, ends, counts, local, sorted_values, k, ranks, room, apart, values_apart, folded,
     RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """``ends``: how many elements an owner has in the programs up to this one, of which ``counts`` are this one's."""
+    """Write this program's elements to the tables.
+
+    ``ends``: the number of elements of an owner in the programs up to this one, of which ``counts`` are this program's.
+    """
     i, owner, own, owns = _belongs(indices, k, ranks, folded, RANKS, WIDTH)
     rank = tl.arange(0, RANKS)
     column = rank * tl.num_programs(0) + tl.program_id(0)

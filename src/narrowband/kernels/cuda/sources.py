@@ -1,7 +1,7 @@
-"""Where a selection's elements come from, in Triton.
+"""Where the elements of a selection come from, in Triton.
 
-Sums of a step (:mod:`~narrowband.kernels.cuda.compensation`, :mod:`~narrowband.kernels.cuda.momentum`) are made where
-the first look at them is taken: a :class:`Source` is up to three arrays, and how an element comes of them.
+The sums of a step (:mod:`~narrowband.kernels.cuda.compensation`, :mod:`~narrowband.kernels.cuda.momentum`) are computed
+in the pass that reads them first. A :class:`Source` is up to three arrays, and the formula of an element.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["COMPENSATE", "MOMENTUM", "NESTEROV", "Source", "look"]
 
-#: How an element comes of arrays a, b and c and of numbers f and g. The latter three also write: what is new into the
-#: last array, and what was there into the first.
+#: The formula by which an element is computed from arrays a, b, c and numbers f, g; see :class:`Source`. The last three
+#: also write: the new value into the last array, and that array's old value into the first.
 PLAIN, AHEAD, COMPENSATE, MOMENTUM, NESTEROV = range(5)
 _AHEAD, _COMPENSATE, _NESTEROV = tl.constexpr(AHEAD), tl.constexpr(COMPENSATE), tl.constexpr(NESTEROV)
 
@@ -31,7 +31,7 @@ class Source:
 
     Attributes:
         kind: PLAIN: a. AHEAD: a + f·(a − b). COMPENSATE: f·b + a, which becomes b. MOMENTUM: b + (f·(b − c) + g·a),
-            which becomes c; NESTEROV: that, and as much ahead of b as AHEAD of it.
+            which becomes c. NESTEROV: the same new c, and the element is c + f·(c − b).
     """
 
     kind: int
@@ -43,11 +43,11 @@ class Source:
 
     @classmethod
     def plain(cls, x: Tensor) -> Source:
-        """A tensor as it is."""
+        """Return the source whose elements are those of a tensor."""
         return cls(PLAIN, x, x, x)
 
     def after(self) -> Source:
-        """The same elements, once they are written."""
+        """Return the source of the same elements once they have been written."""
         if self.kind == COMPENSATE:
             return Source.plain(self.b)
         if self.kind == MOMENTUM:
@@ -61,9 +61,9 @@ class Source:
 
 @kernel
 def look(a, b, c, f, g, i, there, KIND: tl.constexpr, WRITE: tl.constexpr):
-    """Elements of a source, and their magnitudes as integers: −1 where there is none.
+    """Return elements of a source, and their magnitudes as integers: −1 where there is no element.
 
-    In a small tile several threads have the same element: all have to have read before one writes.
+    In a small tile, several threads have the same element, so all have to have read before one writes.
     """
     value = tl.load(a + i, mask=there, other=0.0)
     if KIND > 0:

@@ -37,7 +37,7 @@ _WRITTEN, _BYTES, _READERS = 512, 256, 1024
 
 @kernel
 def _check(indices, bad, k, n, WIDTH: tl.constexpr):
-    """Whether any of a program's indices is outside [0, n), or smaller than the one before it."""
+    """Note whether any of a program's indices is outside [0, n), or smaller than the one before it."""
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     at = tl.load(indices + i, mask=i < k, other=0)
     before = tl.load(indices + i - 1, mask=(i > 0) & (i < k), other=0)
@@ -56,9 +56,10 @@ def check_indices(indices: Tensor, n: int) -> None:
 
 @kernel
 def _add(out, indices, values, i, k, n, weight):
-    """Equal neighbours belong to the first of them, which adds one value after the other: the sum has one order.
+    """Add values to ``out``. The program of the first of equal indices adds all their values, one after the other, so
+    that the order of the sum is fixed.
 
-    Indices outside of the tensor, which a damaged payload may hold, are left out.
+    Indices outside the tensor, which a damaged payload may hold, are left out.
     """
     at = tl.load(indices + i, mask=i < k, other=-1)
     before = tl.load(indices + i - 1, mask=(i > 0) & (i < k), other=-1)
@@ -71,7 +72,7 @@ def _add(out, indices, values, i, k, n, weight):
         step += 1
         there = going & (i + step < k)
         going = there & (tl.load(indices + i + step, mask=there, other=-1) == at)
-    tl.debug_barrier()  # what one thread has loaded another one may store
+    tl.debug_barrier()  # a thread may store what another has loaded
     tl.store(out + at, total, mask=first)
 
 
@@ -82,7 +83,7 @@ def _accumulate(out, indices, values, k, n, weight, WIDTH: tl.constexpr):
 
 @unspecific
 def _accumulate_row(table, count, row, apart, weight, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
-    """One row of each tensor; values of successive rows are so many bytes apart."""
+    """Add one row of each tensor; the values of successive rows are ``apart`` bytes apart."""
     own, part = segment(table, count, 6, SEGMENTS)
     out = tl.load(own + 1).to(tl.pointer_type(tl.float32))
     k, n = tl.load(own + 4), tl.load(own + 5)
@@ -125,14 +126,14 @@ def sparse_sum_all(
 
 @kernel
 def _index(indices, i, number, n):
-    """The i-th of so many indices; behind them, the last one there is."""
+    """Return the i-th of ``number`` indices; behind them, n − 1."""
     at = tl.load(indices + i, mask=i < number, other=0).to(tl.int64)
     return tl.where(i < number, at, n - 1)
 
 
 @kernel
 def write_upper(indices, out, t, number, k, n, low_bits, cut):
-    """Bytes t of the upper part. The first index that has its bit there is found by halving."""
+    """Write bytes t of the upper part. Bisection finds the first index that has its bit there."""
     begin = 8 * t
     i = t * 0
     end = i + k
@@ -154,13 +155,13 @@ def write_upper(indices, out, t, number, k, n, low_bits, cut):
 
 @kernel
 def write_lower(indices, out, t, number, k, n, low_bits, nbytes):
-    """Bytes t of the lower part: each holds bits of some successive indices."""
+    """Write bytes t of the lower part: each holds bits of some successive indices."""
     first = 8 * t // low_bits
     mask = (1 << low_bits) - 1
     byte = t * 0
     for step in range(8 // low_bits + 2):
         i = first + step
-        begin = i * low_bits - 8 * t  # in this byte; negative where it begins in one before
+        begin = i * low_bits - 8 * t  # its first bit in this byte; negative if in a byte before
         low = tl.where((i < k) & (begin < 8), _index(indices, i, number, n) & mask, 0)
         byte |= tl.where(begin >= 0, low << tl.minimum(tl.maximum(begin, 0), 8), low >> tl.maximum(-begin, 0))
     tl.store(out + t, (byte & 255).to(tl.uint8), mask=t < nbytes)
@@ -178,7 +179,7 @@ def _encode(indices, out, k, n, low_bits, cut, nbytes, WIDTH: tl.constexpr):
 
 @kernel
 def _ones(byte):
-    """How many bits of a byte are set."""
+    """Return how many bits of a byte are set."""
     byte = byte - ((byte >> 1) & 0x55)
     byte = (byte & 0x33) + ((byte >> 2) & 0x33)
     return (byte + (byte >> 4)) & 0x0F
@@ -186,7 +187,7 @@ def _ones(byte):
 
 @unspecific
 def _count(table, count, stride, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
-    """How many bits are set in each program's bytes of the upper part of its row."""
+    """Count the bits that are set in each program's bytes of the upper part of its row."""
     own, at = segment(table, count, 11, SEGMENTS)
     readers, tiles, cut = tl.load(own + 10), tl.load(own + 9), tl.load(own + 7)
     payload = (tl.load(own + 1) + at // readers * stride).to(tl.pointer_type(tl.uint8))
@@ -200,7 +201,7 @@ def _count(table, count, stride, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
 
 @kernel
 def _low(payload, i, there, low_bits, cut, nbytes):
-    """The low bits of the i-th index."""
+    """Return the low bits of the i-th index."""
     begin = i * low_bits
     low = i * 0
     for number in tl.static_range(5):
@@ -212,9 +213,9 @@ def _low(payload, i, there, low_bits, cut, nbytes):
 
 @unspecific
 def _read(table, count, wrongs, stride, READERS: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The indices whose bits are in this program's bytes of the upper part; and whether there is anything wrong.
+    """Read the indices whose bits are in this program's bytes of the upper part; note whether anything is wrong.
 
-    What is damaged becomes indices that the tensor has.
+    Damaged indices are replaced by indices that the tensor has.
     """
     own, at = segment(table, count, 11, SEGMENTS)
     counts = tl.load(own + 2).to(tl.pointer_type(tl.int32))
@@ -233,7 +234,7 @@ def _read(table, count, wrongs, stride, READERS: tl.constexpr, WIDTH: tl.constex
         byte = tl.load(payload + t, mask=t < cut, other=0).to(tl.int32)
         ones = _ones(byte)
         i = before + (tl.cumsum(ones, 0) - ones).to(tl.int64)
-        # Bits side by side belong to indices with the same upper part: only these can descend.
+        # Adjacent bits belong to indices with the same upper part: only these can descend.
         beside = tl.load(payload + t - 1, mask=(t > 0) & (t < cut), other=0).to(tl.int32) >> 7
         last = _low(payload, i - 1, (beside > 0) & (i <= k), low_bits, cut, nbytes)
         for bit in tl.static_range(8):
@@ -268,8 +269,9 @@ def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
 
 
 def _decode(payloads: Tensor, begins: Sequence[int], ks: Sequence[int], ns: Sequence[int]) -> list[Tensor]:
-    """What :func:`elias_fano_decode` finds for several tensors in each row of bytes, from these places on: for each of
-    them the k indices below n of every row, int32 of shape (rows, k).
+    """Run :func:`elias_fano_decode` for several tensors in each row of bytes, from ``begins`` on.
+
+    Returns, for each tensor, the k indices below n of every row: int32 of shape (rows, k).
     """
     rows, device = payloads.shape[0], payloads.device
     ends = [0]
@@ -295,8 +297,8 @@ def _decode(payloads: Tensor, begins: Sequence[int], ks: Sequence[int], ns: Sequ
 
 
 def _readers(k: int, n: int) -> tuple[int, int, int, int, int]:
-    """Of an Elias–Fano part: low bits of an index, bytes of its upper part and of all of it; tiles that a program
-    reads, and programs.
+    """Return, for an Elias–Fano part: low bits of an index, bytes of its upper part, bytes of both parts, tiles that a
+    program reads, and programs.
     """
     if not k:
         return 0, 0, 0, 0, 0

@@ -1,4 +1,4 @@
-"""Float32 kept in fewer bits, in Triton."""
+"""Residuals stored in fewer bits, in Triton."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROWS = BLOCK // STORE_GROUP
 
 @kernel
 def _noise(i, folded):
-    """16 random bits for element i: one half of a hash, whose other half is another element's."""
+    """Return 16 random bits for element i: one half of a hash, whose other half belongs to another element."""
     h = mix((i // _GROUP * _HALF + i % _HALF).to(tl.uint32) + folded.to(tl.uint32))
     return tl.where(i % _GROUP < _HALF, h & 0xFFFF, h >> 16)
 
