@@ -62,11 +62,11 @@ def with_stops(at: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     stops = (gaps - 1) // _LONGEST_RUN
     if not bool(stops.any()):
         return at, values
-    first = torch.cumsum(stops + 1, 0) - stops - 1  # where an element's own entries begin
+    first = torch.cumsum(stops + 1, 0) - stops - 1  # each element's first entry
     owner = torch.repeat_interleave(torch.arange(at.numel(), dtype=torch.int64, device=at.device), stops + 1)
     step = torch.arange(owner.numel(), dtype=torch.int64, device=at.device) - first[owner] + 1
     is_stop = step <= stops[owner]
-    before = at.long() - gaps  # the element before
+    before = at.long() - gaps  # index of the element before
     places = torch.where(is_stop, before[owner] + step * _LONGEST_RUN, at.long()[owner])
     return places.to(torch.int32), torch.where(is_stop, 0.0, values[owner])
 

@@ -40,7 +40,7 @@ class Registry(Generic[T]):
     def __init__(self, what: str, group: str, base: type[T], kinds: Iterable[type[T]]) -> None:
         self._what, self._group, self._base = what, group, base
         self._kinds: dict[str, type[T]] = {}
-        #: Entry point → why it could not be loaded.
+        #: Name of an entry point → the error message why it could not be loaded.
         self._broken: dict[str, str] = {}
         self._loaded = False
         self._lock = threading.RLock()

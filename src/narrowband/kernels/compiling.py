@@ -38,7 +38,7 @@ class _Announcement:
         self._write(f"narrowband: compiling loops for {self._what}, {_how(folder, refused)} …")
         if folder is None:
             return False
-        with contextlib.suppress(OSError, ImportError):  # a file system without locks: all compile
+        with contextlib.suppress(OSError, ImportError):  # on a file system without locks, every process compiles
             import fcntl
 
             self._lock = open(folder / ".lock", "ab")  # noqa: SIM115 - until the set-up is done

@@ -94,5 +94,5 @@ def pool_places(position: Tensor, out: Tensor, windows: Windows) -> None:
 
 
 def pool_positions(places: Tensor, out: Tensor, windows: Windows) -> None:
-    """The inverse of :func:`pool_places`: ``out`` is int64."""
+    """Invert :func:`pool_places`: write positions into ``out`` (int64)."""
     backend_of(places).pool_positions(places, out, windows)

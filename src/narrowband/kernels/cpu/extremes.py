@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NAN = np.int32(0x7FC00000)
 #: The fewest elements that are worth a thread: loops over rows take a third of a nanosecond per element.
 PER_THREAD = 1 << 18
-#: Below and above all floats, as integers that order as they do (see ``_extremes_range``).
+#: Below and above all floats, as ordered integers (see ``widen``).
 LOWEST, HIGHEST = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: Elements of a float64 vector; rows that are multiplied with each other at once; elements of these rows per step, and
 #: per update of the sums in memory.
 WIDE, TILE, RUN, PIECE = 8, 4, 64, 256
-#: Columns of a low-rank product that are summed up together.
+#: Columns of a low-rank product that are computed together.
 COLUMNS = 1024
 #: If the product of the rows' shares (:func:`_inverse_root`) is at least this, rows are orthonormal to float32
 #: precision after one pass; otherwise a second pass is made.

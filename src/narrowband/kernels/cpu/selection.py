@@ -57,7 +57,7 @@ SECOND_OVERSAMPLE = 2.0
 NEVER = np.int32(0x7FFFFFFF)
 
 
-#: Of a histogram of magnitudes.
+#: The size of a histogram of magnitudes.
 _BIN_BITS = 11
 _BINS = 1 << _BIN_BITS
 
@@ -485,7 +485,7 @@ def select_threshold(x: Tensor, value: float) -> Tensor:
     def work(first: int, last: int) -> Survivors:
         arrays = room_for((last - first) * BLOCK // 16 + 1024)
         count = _survivors_range(bits, threshold, *arrays, first, last)
-        if count > arrays[0].size:  # now the exact size is known
+        if count > arrays[0].size:  # allocate again, as the exact size is known now
             arrays = room_for(count)
             _survivors_range(bits, threshold, *arrays, first, last)
         return Survivors(count, *arrays)

@@ -106,7 +106,7 @@ def fixed_sum(source: Tensor, starts: Sequence[int], out: Tensor) -> None:
 
 def fixed_decode(packet: Tensor, source: Tensor, starts: Sequence[int], total: Tensor) -> None:
     last = max(0, len(starts) - 1) // _SLICES * _SLICES
-    for first in range(0, last, _SLICES):  # more slices than one launch takes: what is left of the packet
+    for first in range(0, last, _SLICES):  # a launch takes few slices; ``rest`` is the difference so far
         rest = torch.empty_like(packet)
         _run(packet, source, starts[first : first + _SLICES], rest, SIGN=-1, FRESH=False, WIDEN=False)
         packet = rest

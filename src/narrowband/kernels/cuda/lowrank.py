@@ -27,8 +27,8 @@ __all__ = ["compensate_project", "low_rank_product", "orthonormalize"]
 _RANKS, _TILE = 16, 4096
 #: The most rows that are orthonormalized at once: their products fit in a program's registers. More go one by one.
 _TALLEST = 32
-#: See ``kernels/cpu/lowrank.py``: a share that is this many times its error is known well enough, and the relative
-#: error of a sum of products in float64.
+#: See ``kernels/cpu/lowrank.py``: a share of this many times its error is known well enough; and the relative error of
+#: a sum of products in float64.
 _CERTAIN, _ROUNDING, _DEPENDENT = tl.constexpr(100.0), tl.constexpr(1e-15), tl.constexpr(DEPENDENT)
 
 #: The same program for any alignment.

@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 _BLOCK = 1024
-#: Bytes of each part of Elias–Fano that one program writes, and of the upper one that it reads: few, since each holds
-#: four indices. At most so many programs read, because each adds up what the others have counted.
+#: Bytes of each Elias–Fano part that a program writes; bytes of the upper part that a program reads (few, since each
+#: holds four indices); and the most programs that read, because each adds up the counts of the others.
 _WRITTEN, _BYTES, _READERS = 512, 256, 1024
 
 

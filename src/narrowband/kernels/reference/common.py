@@ -65,7 +65,7 @@ def strata(n: int, size: int, seed: int, device: torch.device) -> Tensor:
 
 
 def runs_of_groups(numel: int, group: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, elements per group): runs of whole groups, about CHUNK elements each, then a shorter last one."""
+    """Yield (begin, end, elements per group): runs of whole groups, about CHUNK elements, then a shorter last group."""
     whole = numel - numel % group
     run = max(CHUNK // group, 1) * group
     for begin in range(0, whole, run):
