@@ -35,8 +35,8 @@ def compensate_kept(
 
     The new residual is the sum with zeros at the selected indices. It is rounded as by :func:`keep_in_16` and
     :func:`keep_in_8`, with one exception: a group's power of two is at most the smallest one with which the least
-    selected magnitude fits. So a group's power can be fixed before all large elements are. The old residual is
-    written into the memory of ``x``, see :func:`take_former`. If the sum is not finite, nothing changes, and indices
+    selected magnitude fits. So a group's power can be fixed before all large elements are known. The old residual
+    is written into the memory of ``x``, see :func:`take_former`. If the sum is not finite, nothing changes, and indices
     and values are empty.
 
     Args:

@@ -43,9 +43,9 @@ def compensate_project(
 ) -> bool:
     """``(x, residual) ← (residual, (residual − sent) + x)`` and ``p ← q·residualᵀ`` of the new residual, in one pass.
 
-    x and residual are flat, of n·m elements, q is (r, m), p (r, n). ``sent`` is the product of two factors as for
-    :func:`low_rank_product`, of any rank. Afterwards ``x`` holds the residual before the call: copying it back undoes
-    the call, to the bit.
+    x and residual are flat, of n·m elements, q is (r, m), p (r, n). ``sent`` are the factors of the subtracted product,
+    as for :func:`low_rank_product`, of any rank. Afterwards ``x`` holds the residual before the call: copying it back
+    undoes the call, to the bit.
 
     Returns whether every element of the new residual is of a magnitude below ``below``.
     """
