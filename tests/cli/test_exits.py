@@ -326,6 +326,14 @@ def test_debug_raises_what_would_be_a_sentence(monkeypatch):
         ended(RankError("a rank ended", "Traceback of a rank"))
 
 
+@pytest.mark.parametrize("output", [io.StringIO(), None], ids=["in memory", "closed"])
+def test_another_pipe_that_breaks_is_told_wherever_output_goes(monkeypatch, output):
+    monkeypatch.setattr(sys, "stdout", output)
+    code, text = ended(BrokenPipeError(errno.EPIPE, "Broken pipe", "of a rank"))
+    assert code == 1
+    assert "of a rank: Broken pipe" in text
+
+
 def test_the_convention_stands_in_the_help(narrow):
     _, out, _ = narrow("--help")
     assert " ".join(CONVENTION.split()) in " ".join(out.split())

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import zipfile
 
 import pytest
 import torch
@@ -39,8 +40,18 @@ def test_the_same_code_has_the_same_hash_and_other_code_another(tmp_path):
         (tmp_path / name).write_text(text)
         found.append(sources_of(tmp_path))
     assert len(set(found)) == len(found)
-    (tmp_path / "a.cpython-312.pyc").write_text("what Python makes of it")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.cpython-312.pyc").write_text("what Python makes of it")
+    (tmp_path / ".#a.py").symlink_to("an editor's lock, which leads nowhere")
     assert sources_of(tmp_path) == found[-1]
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
+        for name in ("a.py", "b.py", "facts.json"):
+            archive.write(tmp_path / name, f"package/{name}")
+    assert sources_of(zipfile.Path(archive.filename, "package/")) == found[-1]
+    for text in ("compiled", "compiled from other code"):  # in a package without sources
+        (tmp_path / "a.pyc").write_text(text)
+        found.append(sources_of(tmp_path))
+    assert len(set(found)) == len(found)
 
 
 def test_the_host_stays_anonymous():

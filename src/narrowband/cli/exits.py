@@ -85,11 +85,15 @@ def _is_unread() -> bool:
 
     If so, redirect standard output to /dev/null, so that nothing more is written to it, also when Python exits.
     """
+    try:
+        output = sys.stdout.fileno()
+    except (AttributeError, OSError):  # none, or one in memory
+        return False
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
+    poll.register(output, 0)
     if not poll.poll(0):  # with no events asked for, it reports only that the reader has gone
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     return True
 
 

@@ -15,13 +15,18 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from importlib import import_module
+from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowband.files import write_text
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 __all__ = [
     "commit",
@@ -70,25 +75,35 @@ def versions() -> dict[str, str]:
 @functools.cache
 def sources() -> str:
     """Return a hash of this package's code. It also identifies code outside a checkout, or in one with changes."""
-    return sources_of(Path(__file__).resolve().parents[1])
+    return sources_of(files("narrowband"))
 
 
-def sources_of(package: Path) -> str:
-    """Return the same hash of any folder.
+def sources_of(package: Traversable) -> str:
+    """Return the same hash of any folder, or of one in a zip archive.
 
     Example:
         >>> len(sources_of(Path(nb.__file__).parent))
         16
     """
     digest = hashlib.sha256()
-    for path in sorted(path for path in package.rglob("*") if path.suffix in _SOURCES):
-        digest.update(f"{path.relative_to(package)}\0{path.stat().st_size}\0".encode())
-        digest.update(path.read_bytes())
+    for name, file in sorted(_source_files(package), key=itemgetter(0)):
+        content = file.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()[:16]
 
 
-#: Extensions of files that run, or are read at run time.
-_SOURCES = (".py", ".json", ".html")
+def _source_files(folder: Traversable, inside: str = "") -> Iterator[tuple[str, Traversable]]:
+    for each in folder.iterdir():
+        name = inside + each.name
+        if each.is_dir() and each.name != "__pycache__":
+            yield from _source_files(each, f"{name}/")
+        elif name.endswith(_SOURCES) and each.is_file():  # an editor's lock is a link to nowhere
+            yield name, each
+
+
+#: Extensions of files that run, or are read at run time. Outside of caches, compiled files are those of a package
+#: without sources.
+_SOURCES = (".py", ".pyc", ".json", ".html")
 
 
 def commit() -> str | None:
