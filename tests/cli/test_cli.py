@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import narrowband
 from narrowband.cli import main
+from narrowband.cli.codecs import Codecs
 from narrowband.codecs import available
 from narrowband.lab import LabConfig, requirements
 from narrowband.report.gpu import GPU
@@ -115,6 +118,14 @@ def test_debug_behind_the_dashes_belongs_to_the_user(narrow):
     code, _, err = narrow("lab", "--nodes", "0", "--", "true", "--debug")
     assert code == 2
     assert "nodes" in err
+
+
+def test_in_a_narrow_terminal_no_word_about_codecs_is_cut():
+    console = Console(record=True, width=40, file=io.StringIO())
+    Codecs()(console, None)
+    text = console.export_text()
+    assert "…" not in text
+    assert "none\n  bits 32, what it does" in text
 
 
 def test_codecs_are_all_there_with_keys_and_costs(narrow):

@@ -41,18 +41,18 @@ class Codecs:
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from rich.markup import escape
-        from rich.table import Table
 
         from narrowband import codecs, feedback
+        from narrowband.report.narrow import FittingTable
 
-        table = Table(
+        table = FittingTable(
             title=f"Codecs, and bits per element of a {_SHAPE[0]:,} × {_SHAPE[1]:,} float32 matrix",
             title_justify="left",
             show_lines=True,
         )
         table.add_column("example, keys and defaults", no_wrap=True)
         table.add_column("bits", justify="right")
-        table.add_column("what it does")
+        table.add_column("what it does", overflow="fold")
         for kind in codecs.available().values():
             codec = example(kind)
             bits = f"{codec.payload_nbytes(_SHAPE) * 8 / math.prod(_SHAPE):.3g}" if kind.fixed_size else "by data"

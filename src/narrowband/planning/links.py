@@ -100,5 +100,5 @@ class Cluster:
 
     def __str__(self) -> str:
         if self.per_node == 1:
-            return f"{self.nodes} ranks"
+            return f"{self.nodes} rank{'s' if self.nodes > 1 else ''}"
         return f"{self.nodes} machine{'s' if self.nodes > 1 else ''} of {self.per_node} ranks"
