@@ -187,7 +187,7 @@ def test_each_page_of_the_gallery_has_its_charts_and_needs_no_other_file(site):
         charts = json.loads(re.search(r"^const charts = (\{.*\});$", text, re.MULTILINE)[1])
         assert charts, name
         assert list(charts) == [of["id"] for tag, of in found if tag == "div" and of.get("class") == "chart"], name
-        assert all(chart["data"]["values"] for chart in charts.values()), name
+        assert all(chart["datasets"]["rows"] for chart in charts.values()), name
         assert not any("url" in chart["data"] for chart in charts.values()), name
         assert "vegaEmbed(" in text, name  # what draws them
         assert str(record["commit"]) in text, name
@@ -198,7 +198,7 @@ def test_a_page_of_the_gallery_has_as_many_bars_as_its_record_has_rows(site):
     text = (site / "gallery" / "ddp-200mbit.html").read_text(encoding="utf-8")
     charts = json.loads(re.search(r"^const charts = (\{.*\});$", text, re.MULTILINE)[1])
     rows = dict(records())["ddp-200mbit"]["rows"]
-    assert [bar["value"] for bar in charts["chart0"]["data"]["values"]] == [
+    assert [bar["value"] for bar in charts["chart0"]["datasets"]["rows"]] == [
         row["step_s"]
         for row in rows
         if row["step_s"] is not None  # where it could not run

@@ -36,12 +36,12 @@ def test_every_record_has_a_page_that_says_where_it_comes_from(module):
 def test_the_curves_and_bars_are_those_of_the_rows():
     rows = record_of("dgc")["rows"]
     charts = specs_of(html_of(record_of("dgc"), "dgc"))
-    drawn = [(p["what"], p["step"], p["value"]) for p in charts["Training loss: cifar, seed 0"]["data"]["values"]]
+    drawn = [(p["what"], p["step"], p["value"]) for p in charts["Training loss: cifar, seed 0"]["datasets"]["rows"]]
     of_seed = [row for row in rows if (row["task"], row["seed"]) == ("cifar", 0)]
     told = [(row["name"], *point) for row in of_seed for point in row["curve"]]
     assert drawn == [point for point in told if point[2] is not None]
     assert drawn
-    bars = [point["value"] for point in charts["sent bytes per step"]["data"]["values"]]
+    bars = [point["value"] for point in charts["sent bytes per step"]["datasets"]["rows"]]
     assert bars == [row["sent_bytes_per_step"] for row in rows]
     assert "lr" not in charts  # a setting
 

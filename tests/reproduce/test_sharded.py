@@ -109,5 +109,7 @@ def test_a_whole_quick_run(folder, tmp_path, capsys):
     assert main(EXPERIMENT, [*arguments, "--markdown", str(tmp_path / "page.md")]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [group["name"] for group in summary["groups"]] == [DENSE, "8 and 8 bits"]
-    assert "parameters gathered: differences, uniform:bits=8" in (tmp_path / "page.md").read_text()
+    gathered = re.search(r"^- \*\*parameters gathered\*\*: (.*)$", (tmp_path / "page.md").read_text(), re.M)
+    assert gathered is not None
+    assert "differences, uniform:bits=8: *8 and 8 bits*" in gathered[1]
     assert "shakespeare 8 and 8 bits, seed 0" in capsys.readouterr().out
