@@ -1,38 +1,43 @@
 """Mesa (Pan, Chen, He, Liu, Cai, Zhuang 2021, arXiv 2111.11124): training a vision transformer in less memory.
 
-The paper computes forward exactly and keeps of it, for backward, what 8 bits hold: per attention head or group of
-channels, between ranges that are estimated as training goes on, rounded at random. It finds that DeiT-Ti then learns as
-well or better in half of the memory, under mixed precision; that estimates are better and smaller than statistics per
-sample (its table 2); that rounding to the nearest (table 3) does on a small set; that symmetric ranges (table 4), one
-range per layer, a range per channel and groups of a fixed size (table 5 and section 3.2) and another decay of the
-estimates (table 6) are worse; and that operators (table 7) and modules (table 8) may be compressed one by one. How much
-larger a model may be in the same memory (tables 9 and 10), and how long steps take, is in
-:mod:`reproduce.mesa_memory`.
+The paper computes forward exactly and saves activations for backward in 8 bits. Each attention head or group of
+channels has a quantization range, which is a running estimate; rounding is stochastic. DeiT-Ti then learns as well or
+better in half of the memory, under mixed precision. The paper's other findings:
 
-One process trains each row; as many run side by side as ``--nodes`` says, with one thread each. Rows of one seed begin
-with the same parameters and see the same images, and are compared with each other alone (:mod:`reproduce.pairs`).
+* table 2: running estimates are better and smaller than statistics per sample;
+* table 3: rounding to the nearest is good enough on a small data set;
+* tables 4 to 6 and section 3.2: symmetric ranges, one range per layer, a range per channel, groups of a fixed size, and
+  other decays of the estimates are worse;
+* tables 7 and 8: operators and modules may be compressed one by one.
+
+:mod:`reproduce.mesa_memory` has how much larger a model may be in the same memory (tables 9 and 10), and how long steps
+take.
+
+One process trains each row with one thread; ``--nodes`` rows run side by side. Rows of one seed begin with the same
+parameters and see the same images, and are compared only with each other (:mod:`reproduce.pairs`).
 
 Run ``python -m reproduce.mesa`` (two hours and a half on two cores that had other work, too), ``--long`` for tables 7
-and 8 and for fewer bits (hours more), ``--quick`` (seconds), ``--help``. The paper's figures 7 and 8, how ranges went,
-are drawn beside the results.
+and 8 and for fewer bits (hours more), ``--quick`` (seconds), ``--help``. Plots of the ranges over training (the paper's
+figures 7 and 8) are drawn beside the results.
 
 Differences from the paper:
 
-* A vision transformer of 0.15 million parameters on CIFAR-10 (48 channels, 5 blocks, patches of 4 pixels, and three
-  heads as DeiT-Ti has), 5 epochs over 30,000 of the images, instead of DeiT-Ti on CIFAR-100 and ImageNet. Learning rate
-  and batch go with that size; AdamW, its weight decay and the cosine are the paper's. No mixup and the like.
-* Rows are in float32, and a table has bfloat16 autocast, which is the paper's regime but for the kind of 16 bits: in
-  float32 8 bits are a fourth of what is kept plain, and not about half. Bytes are those that autograd keeps of a step
-  between forward and backward; the paper's memory is the peak of the GPU's allocator.
-* In float32 softmax and the product behind it keep one tensor. Where one of the two alone is compressed, there is a
-  copy of it more; under autocast each has its own.
-* Codes of a batch are made with the ranges of the batches before, unless the batch moves them by more than 2 %; a batch
-  that is more than a quarter wider has its own range, and a tensor with outliers is kept exactly. The paper takes
-  every batch into the estimates first, and clips.
-* Tables 2 to 8 stand here without the paper's accuracies: only what its text says of them, and what its authors' page
-  (github.com/ziplab/Mesa) has of table 1, could be had. Combinations of operators are those the text names.
-* Rows in 4 and 2 bits are not the paper's, nor are those called derived: in these, results of GELU and normalization
-  are computed again in backward instead of being kept. In all others they are kept.
+* The model is a vision transformer of 0.15 million parameters (48 channels, 5 blocks, patches of 4 pixels, and three
+  heads as in DeiT-Ti), trained on 30,000 CIFAR-10 images for 5 epochs. The paper trains DeiT-Ti on CIFAR-100 and
+  ImageNet. Learning rate and batch fit the small model; AdamW, its weight decay and the cosine schedule are the
+  paper's. There is no mixup or similar augmentation.
+* Rows are in float32, where 8 bits are a fourth of what is otherwise kept, and not about half. One table uses bfloat16
+  autocast, which is the paper's mixed precision but for the 16-bit format. Memory is the bytes that autograd keeps
+  between forward and backward of a step; the paper's memory is the peak of the GPU's allocator.
+* In float32, softmax and the matrix product after it save the same tensor. Where only one of the two is compressed, a
+  copy of that tensor is kept in addition. Under autocast each operator saves a tensor of its own.
+* A batch is quantized with the ranges of the batches before it, unless the batch moves these by more than 2 %. A batch
+  that is more than a quarter wider gets its own range, and a tensor with outliers is kept exactly. The paper first
+  takes every batch into the estimates, and then clips.
+* Tables 2 to 8 appear here without the paper's accuracies, which were not available. Claims rest on the paper's text
+  and, for table 1, on its authors' page (github.com/ziplab/Mesa). Combinations of operators are those of the text.
+* Rows in 4 and 2 bits and rows called derived are not the paper's. Derived rows recompute the results of GELU and
+  normalization in backward; all other rows keep them.
 """
 
 from __future__ import annotations
@@ -62,33 +67,34 @@ _PLAIN = Row(
     activations='{"bits": "off"}',
 )  # fmt: skip
 
-#: Points of accuracy within which 8 bits are as good as none; within which other rows are on par; that one way may be
-#: worse than the other and count as no worse; and that are a loss. Share of bytes that the paper calls a half.
+#: Bounds on differences of accuracy, in points. _KEPT: 8 bits are as good as no compression. _ON_PAR: other rows are on
+#: par. _NOISE: one way is no worse than the other. _LOST: a clear loss. _HALF: what the paper calls half, as a share of
+#: bytes.
 _KEPT = 0.5
 _ON_PAR = 1.5
 _NOISE = 0.5
 _LOST = 2.0
 _HALF = 0.5
 
-#: Groups of channels in which each channel of the model has its own, and neighbours that share a range in compiled
-#: graphs.
+#: Number of groups that gives every channel of the model a group of its own, and number of neighbouring elements that
+#: share a range in compiled graphs.
 _EACH = 4 * 48
 _NEIGHBOURS = 256
 
-#: The smallest value of GELU, at which the paper sees the offset of the second feed-forward layer's input stay.
+#: The smallest value of GELU. In the paper, the offset of the second feed-forward layer's input stays there.
 _GELU_MIN = -0.17
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What the paper says of a row.
+    """A row, with the paper's figures for it.
 
     Attributes:
-        row: ours.
-        accuracy: of DeiT-Ti on ImageNet, %.
-        memory: in training, as a share of the baseline's.
-        first: whether it is trained before all others.
-        long: whether it is left out unless asked for.
+        row: the row that is trained here.
+        accuracy: the paper's accuracy of DeiT-Ti on ImageNet, in %.
+        memory: the paper's training memory, as a share of the baseline's.
+        first: whether the row is trained before all others.
+        long: whether the row is trained only with ``--long``.
     """
 
     row: Row
@@ -103,20 +109,20 @@ def _said(name: str, memory: float | None = None, *, long: bool = False, **polic
 
 
 def _operators(*names: str) -> _Said:
-    """Nothing but these."""
+    """Return a row that compresses only these operators."""
     return _said(" + ".join(names).replace("_", " "), long=True, bits="off", operators=dict.fromkeys(names, 8))
 
 
 def _modules(name: str, *patterns: str, memory: float | None = None) -> _Said:
-    """Nothing but these."""
+    """Return a row that compresses only modules that match these patterns."""
     return _said(name, memory, long=True, bits="off", modules=dict.fromkeys(patterns, 8))
 
 
-#: Parts of a block, as the authors have them: normalization is in neither.
+#: The two parts of a block, as the authors divide it. Normalization belongs to neither.
 _ATTENTION = ("blocks.*.qkv", "blocks.*.scores", "blocks.*:softmax", "blocks.*.mix", "blocks.*.proj")
 _FEED_FORWARD = ("blocks.*.up", "blocks.*:gelu", "blocks.*.down")
 
-#: Numbers are those of table 1, which is under mixed precision.
+#: The paper's figures are those of table 1, which uses mixed precision.
 _DENSE = _Said(_PLAIN, first=True)
 _MESA = _Said(replace(_PLAIN, name="mesa", activations='{"bits": 8}', trace=True), first=True)
 _MIXED = (
@@ -141,12 +147,12 @@ _MODULES = (
 )
 _DECAYS = (0.0, 0.5, 0.99, 0.999)
 
-#: Table → its rows beside the baseline and Mesa, which are in all of them.
+#: Table → its rows. The baseline and Mesa are in all tables in addition.
 _TABLES: dict[str, tuple[_Said, ...]] = {
     "table 1": _MIXED,
     "bits": (
         _said("8 bits, derived", bits=8, derive=True),
-        _said("4 bits", bits=4, long=True),  # of all but the layer norms, which keep 8
+        _said("4 bits", bits=4, long=True),  # layer norms keep 8 bits
         _said("4 bits, norms too", bits=4, operators={"layer_norm": 4}, long=True),
         _said("2 bits", bits=2, long=True),
         _said("4 bits, derived", bits=4, derive=True, long=True),
@@ -165,7 +171,7 @@ _TABLES: dict[str, tuple[_Said, ...]] = {
 }
 _SAID = {said.row.name: said for said in (_DENSE, _MESA, *(said for rows in _TABLES.values() for said in rows))}
 
-#: Rows whose policies differ in the time that a step takes: decays do not. The plain one is first.
+#: Rows whose steps are timed, the plain one first. Rows of table 6 are left out: the decay does not change the time.
 TIMED = tuple(said.row for said in _SAID.values() if said not in _TABLES["table 6"])
 
 _LEGEND: Legend = (
@@ -315,7 +321,7 @@ def _on_par(group: Group, dense: Group) -> Finding:
 
 
 def _share(group: Group) -> float:
-    """Of plain bytes that are kept, in the same arithmetic."""
+    """Return the bytes that are kept, as a share of those kept plain in the same arithmetic."""
     return _kept(group) / (group.plain_bytes or 1)
 
 
@@ -327,7 +333,7 @@ def _kept(group: Group) -> int:
 
 
 def _tables(found: Sequence[Group]) -> Iterator[tuple[str, list[Group]]]:
-    """Those that have a row of their own; the first also with the baseline and Mesa alone."""
+    """Yield the tables that have a row of their own; the first one also if it has only the baseline and Mesa."""
     for key, rows in _TABLES.items():
         names = [DENSE, "mesa", *(said.row.name for said in rows)]
         own = sorted((group for group in found if group.name in names), key=lambda group: names.index(group.name))
@@ -351,7 +357,8 @@ _COLUMNS: tuple[Column, ...] = (
     ("paper", _paper),
 )
 
-#: Picture → what is in it: title → of a block, whose estimates. There are 65 tokens, and 16 channels in a head.
+#: Picture → its panels: title → the tensor of a block whose estimates it shows. There are 65 tokens, and heads have 16
+#: channels.
 _PICTURES: dict[str, Mapping[str, str]] = {
     "figure-7": {
         "input": ".qkv:matmul:0",
@@ -370,7 +377,7 @@ _PICTURES: dict[str, Mapping[str, str]] = {
 
 
 def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
-    """How α and β went in attention (figure 7) and feed-forward (figure 8), a curve per group."""
+    """Draw α and β over training, for attention (figure 7) and feed-forward (figure 8), with a curve per group."""
     from matplotlib.figure import Figure
 
     ranges = next((row["ranges"] for row in rows if row.get("ranges", {}).get("steps")), None)
@@ -400,7 +407,7 @@ def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
 
 
 def _of(ranges: Mapping[str, Any], block: str, name: str) -> Any:
-    """Estimates by name. In the rows that are recorded, what feed-forward computes itself is in the block's name."""
+    """Return estimates by name. Recorded rows hold those of feed-forward itself under the name of its block."""
     return ranges.get(block + name) or ranges[block + name.replace(".mlp", "")]
 
 
@@ -447,7 +454,7 @@ def _panels(found: Sequence[Group]) -> list[Panel]:
     return [Panel("Kept for backward", "of a step's activations", kept), score_panel("Test accuracy, %", shown)]
 
 
-#: Table → pictures that stand below it.
+#: Table → pictures below it.
 _BELOW = {
     "table 6": (
         (
@@ -460,7 +467,7 @@ _BELOW = {
 
 
 def _few_bits(found: Sequence[Group]) -> str:
-    """The bits of the rows that are there, in words: ``8``, or ``8, 4 and 2``."""
+    """Return the bits of the rows that are present, in words: ``8``, or ``8, 4 and 2``."""
     there = [bits for bits, name in (("8", "mesa"), ("4", "4 bits"), ("2", "2 bits")) if named(found, "vit", name)]
     return " and ".join(part for part in (", ".join(there[:-1]), *there[-1:]) if part)
 
@@ -472,12 +479,12 @@ def _ran(found: Sequence[Group]) -> str:
     )
 
 
-#: What a row takes one of two cores.
+#: Minutes that a row takes on one of two cores.
 _ROW_MINUTES = 7
 
 
 def _covers(found: Sequence[Group]) -> list[tuple[str, str]]:
-    """The paper's tables and figures, by the rows that are there."""
+    """Return the paper's tables and figures, each with where it is, according to the rows that are present."""
 
     def here(rows: Sequence[_Said]) -> str:
         there = [said for said in rows if named(found, "vit", said.row.name)]

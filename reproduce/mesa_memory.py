@@ -1,29 +1,29 @@
-"""What the memory that Mesa saves is good for, and the time that it costs (Pan et al. 2021, arXiv 2111.11124).
+"""Larger models in the memory that Mesa saves, and the time that Mesa costs (Pan et al. 2021, arXiv 2111.11124).
 
 The paper spends the memory on larger models. Its table 9 says how much deeper, wider and larger in resolution than
 DeiT-B a model may be before 32 GB are full, at a batch of 128 under mixed precision: 3.3, 2.2 and 1.5 times. Its table
 10 trains DeiT-Ti with twice the batch in less memory. Here the model is the vision transformer of
-:mod:`reproduce.mesa`, and the budget is larger than what plain training takes by as much as 32 GB are larger than
-DeiT-B's 17,691 MB (which is on the authors' page, github.com/ziplab/Mesa).
+:mod:`reproduce.mesa`. The ratio of the budget to what plain training takes is the paper's: 32 GB to DeiT-B's 17,691 MB
+(the latter is on the authors' page, github.com/ziplab/Mesa).
 
-Nothing is computed from shapes. :func:`largest` tries sizes until one fits and the next does not; each trial trains
-three steps in a process of its own, and what counts is the whole of its memory
-(:func:`narrowband.bench.memory.footprint`): model, gradients, AdamW's moments, inputs, activations, and what is needed
-for a moment.
+Memory is measured and not computed from shapes. :func:`largest` tries sizes until one fits and the next does not. Each
+trial trains three steps in a process of its own, and the whole memory of that process counts
+(:func:`narrowband.bench.memory.footprint`): model, gradients, AdamW's moments, inputs, activations, and temporary
+memory.
 
-Steps of all policies of :mod:`reproduce.mesa` are timed in one process, each right after a step of the plain model, and
-stand as ratios to that. So a busy machine is as busy for both.
+Steps with all policies of :mod:`reproduce.mesa` are timed in one process, each right after a step of the plain model,
+and reported as ratios to that step, so that other load on the machine affects both alike.
 
 Run ``python -m reproduce.mesa_memory`` (ten minutes on two cores, Linux), ``--quick``, ``--help``. glibc's malloc
-hardly uses again what is freed between tensors that stay; the record was made with jemalloc, that is, with
+hardly reuses memory that is freed between tensors that stay. The record was therefore made with jemalloc:
 ``LD_PRELOAD=libjemalloc.so.2 MALLOC_CONF=oversize_threshold:0,narenas:1,dirty_decay_ms:-1``.
 
 Differences from the paper:
 
-* The model is 600 times smaller than DeiT-B, on the CPU. Of its memory nearly all is activations; of DeiT-B's
+* The model is 600 times smaller than DeiT-B, and on the CPU. Nearly all of its memory is activations; DeiT-B's
   parameters, gradients and moments take a tenth. Mixed precision is bfloat16, without a loss scale.
-* Memory is the resident set of a process, with all that the allocator does not use again; the paper's is the GPU's.
-* Table 10 has accuracies, too. A batch that is twice as large is not trained to the end here.
+* Memory is the resident set of a process, including what the allocator does not reuse; the paper's is the GPU's.
+* Table 10 also has accuracies. Here no model is trained to the end with twice the batch.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ __all__ = ["Axis", "Limit", "Options", "Step", "Trials", "build", "claims", "lar
 
 @dataclass(frozen=True)
 class Axis:
-    """What may become larger.
+    """A dimension of the model or its input that may become larger.
 
     Attributes:
-        name: as the page has it.
-        unit: of its sizes.
-        argument: of :func:`build`.
+        name: its name on the page.
+        unit: unit of its sizes.
+        argument: the argument of :func:`build` that sets it.
         base: its usual value.
-        grain: what it is a multiple of.
-        paper: how many times the base fits with 8 bits, as the paper says; None: not in its table 9.
+        grain: sizes are multiples of this.
+        paper: how many times the base fits with 8 bits according to the paper's table 9; None: it is not in that table.
     """
 
     name: str
@@ -89,14 +89,14 @@ class Axis:
 
 _AXES = (
     Axis("depth", "blocks", "blocks", 5, 1, 3.3),
-    Axis("width", "channels", "dim", 48, 12, 2.2),  # of three heads, each a multiple of four
+    Axis("width", "channels", "dim", 48, 12, 2.2),  # three heads, each a multiple of four channels wide
     Axis("resolution", "px", "image", 32, 4, 1.5),
     Axis("batch", "images", "batch", 128, 8, None),
 )
 _BATCH = _AXES[-1]
 
 _MESA = ActivationPolicy(derive=False)
-#: The paper's arithmetic is mixed precision. The two that claims are about come first.
+#: Ways to train. The two in mixed precision, as in the paper, come first; claims are about these.
 _PLAIN, _EIGHT = Way("bf16", amp=True), Way("bf16, 8 bits", _MESA, amp=True)
 _WAYS = (
     _PLAIN,
@@ -106,17 +106,18 @@ _WAYS = (
     Way("float32, 8 bits", _MESA),
 )
 
-#: MB of the paper's GPU, and those that DeiT-B takes plain: the budget is so many times what plain training takes here.
+#: MB of the paper's GPU, and MB that plain training of DeiT-B takes. Their ratio gives the budget here.
 _THEIR_BUDGET, _THEIR_PLAIN = 32 * 1024, 17_691
 _TWICE = 2
 
-#: Images in a step that is timed, as in training, and the share of the plain speed that the paper says is left.
+#: Images in a timed step: as in training, and with ``--quick``. _HALF: the share of the plain speed that is left with
+#: 8 bits, according to the paper.
 _TIMED_BATCH, _QUICK_BATCH = 100, 8
 _HALF = 0.5
 
 
 def build(*, batch: int, dim: int = VIT["dim"], blocks: int = VIT["blocks"], image: int = VIT["image"]) -> Subject:
-    """The vision transformer of :mod:`reproduce.tasks` in another size, and a batch of inputs."""
+    """Return the vision transformer of :mod:`reproduce.tasks` in this size, and a batch of inputs."""
     model = ViT(**VIT | {"dim": dim, "blocks": blocks, "image": image}, fused=False)
     return model, (torch.randn(batch, 3, image, image),)
 
@@ -125,18 +126,18 @@ def build(*, batch: int, dim: int = VIT["dim"], blocks: int = VIT["blocks"], ima
 
 
 def largest(measure: Callable[[int], int], budget: int, start: int, grain: int) -> tuple[int, dict[int, int]]:
-    """The largest multiple of ``grain`` that is within the budget, where the next one is not; and size → bytes of all
-    that were tried.
+    """Find the largest multiple of ``grain`` that is within the budget while the next multiple is not.
 
-    The next size to try is where a line through the two that came nearest meets the budget, and every third time the
-    middle between the largest that fits and the smallest that does not. So few trials are needed where bytes grow
-    nearly in line with the size, and any growth comes to an end.
+    Returns it, and size → bytes of all sizes that were tried. The next size to try is where a line through the two
+    sizes that came nearest meets the budget; every third time it is the middle between the largest size that fits and
+    the smallest that does not. So few trials are needed if bytes grow almost linearly with the size, and the search
+    ends however they grow.
 
     Args:
         measure: size → bytes, which grow with the size.
         budget: bytes.
-        start: what to try first.
-        grain: sizes are its multiples.
+        start: the size to try first.
+        grain: sizes are multiples of this.
 
     Raises:
         ValueError: not even ``grain`` is within the budget.
@@ -164,7 +165,7 @@ def largest(measure: Callable[[int], int], budget: int, start: int, grain: int) 
 
 
 def _met(tried: Mapping[int, int], budget: int) -> float:
-    """Where a line through the two sizes that came nearest meets the budget; through zero where there is only one."""
+    """Return where a line through the two nearest sizes meets the budget; with one size, a line through zero and it."""
     near = sorted(tried, key=lambda size: abs(tried[size] - budget))[:2]
     size, nbytes = near[0], tried[near[0]]
     slope = (nbytes - tried[near[1]]) / (size - near[1]) if len(near) > 1 else nbytes / size
@@ -176,15 +177,15 @@ def _met(tried: Mapping[int, int], budget: int) -> float:
 
 @dataclass(frozen=True)
 class Limit:
-    """How large one thing may become within the budget.
+    """How large one axis may become within the budget.
 
     Attributes:
-        axis: what.
-        unit: of sizes.
+        axis: name of the axis.
+        unit: unit of sizes.
         base: its usual value.
-        paper: how many times the base fits in the paper.
-        sizes: way → the largest that fits.
-        trials: way → pairs of size and bytes, of all that was tried.
+        paper: how many times the base fits according to the paper; None: it does not say.
+        sizes: way → the largest size that fits.
+        trials: way → pairs of size and bytes, of all sizes that were tried.
     """
 
     axis: str
@@ -196,22 +197,22 @@ class Limit:
 
     @property
     def table(self) -> str:
-        """In which the line stands."""
+        """The table that this line belongs to."""
         return "limits"
 
     def times(self, way: str, over: str | None = None) -> float:
-        """The largest of a way over that of another one, or over the base."""
+        """Return the largest size of a way over that of another way, or over the base."""
         return self.sizes[way] / (self.base if over is None else self.sizes[over])
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one policy.
+    """The time of a step under one policy.
 
     Attributes:
-        name: of the row of :mod:`reproduce.mesa`.
-        ratios: of its time to that of the plain step right before it, a number per round.
-        kept_share: what backward keeps, as a share of what it keeps plain in the same arithmetic.
+        name: name of the row of :mod:`reproduce.mesa`.
+        ratios: the step's time over that of the plain step right before it, one ratio per round.
+        kept_share: bytes kept for backward, as a share of those kept plain in the same arithmetic.
     """
 
     name: str
@@ -220,16 +221,16 @@ class Step:
 
     @property
     def table(self) -> str:
-        """In which the line stands."""
+        """The table that this line belongs to."""
         return "steps"
 
     @property
     def ratio(self) -> float:
-        """The median."""
+        """The median of ``ratios``."""
         return statistics.median(self.ratios)
 
     def spread(self) -> str:
-        """Quartiles."""
+        """Return the quartiles of ``ratios``, in words."""
         if len(self.ratios) < 2:
             return NOTHING
         low, _, high = statistics.quantiles(self.ratios, n=4)
@@ -238,14 +239,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Found:
-    """All of it.
+    """All results.
 
     Attributes:
-        budget: bytes.
+        budget: in bytes.
         base: way → bytes that training at the usual size takes.
-        twice: bytes that 8 bits take with twice the batch.
-        limits: within the budget.
-        steps: of all policies.
+        twice: bytes that training with 8 bits and twice the batch takes.
+        limits: the largest sizes within the budget, one entry per axis.
+        steps: times of steps, one entry per policy.
     """
 
     budget: int
@@ -256,7 +257,7 @@ class Found:
 
     @property
     def lines(self) -> list[Limit | Step]:
-        """Of all tables."""
+        """The lines of all tables."""
         return [*self.limits, *self.steps]
 
 
@@ -264,13 +265,13 @@ class Found:
 
 
 class Trials:
-    """Bytes that training takes. A trial that an earlier run finished is not repeated.
+    """Measure the bytes that training takes. A trial that an earlier run finished is not repeated.
 
     Args:
-        path: of the file that keeps them, written after every trial; None: they are not kept.
+        path: file that keeps the results, written after every trial; None: they are not kept.
         seed: of parameters and inputs.
-        resume: whether to take what the file has, if that is of the same seed and versions.
-        tell: called after every trial with a word about it.
+        resume: whether to use the file's results, if they have the same seed and versions.
+        tell: called after every trial with a short message about it.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class Trials:
                 self._nbytes = earlier["nbytes"]
 
     def __call__(self, way: Way, argument: str, size: int) -> int:
-        """Bytes of one, trained in a process of its own if it is not known.
+        """Return the bytes of one trial, which runs in a process of its own if its result is not known.
 
         Raises:
             UnsupportedError: the system does not tell how much memory a process takes.
@@ -311,7 +312,7 @@ class Trials:
 
 
 def _timed() -> list[Way]:
-    """Policies of all rows; the plain one is first."""
+    """Return the ways whose steps are timed; the plain one is first."""
     return [Way(row.name, read_policy(row.activations), amp=row.amp) for row in TIMED]
 
 
@@ -330,21 +331,21 @@ def measure(
     """Search for sizes, and time steps.
 
     Args:
-        axes: what may become larger.
-        ways: to train; the first is plain, and the second has 8 bits.
+        axes: dimensions that may become larger.
+        ways: ways to train; the first is plain, and the second has 8 bits.
         timed: ways whose steps are timed, the plain one first.
-        trial: trains one size.
-        batch: images in such a step.
-        rounds: timed steps of each.
+        trial: measures the memory of one size.
+        batch: images in a timed step.
+        rounds: timed steps of each way.
         workers: trials at a time.
         seed: of parameters and inputs.
-        tell: called for every timed step with a word about it.
+        tell: called for every timed step with a short message about it.
 
     Raises:
         UnsupportedError: the system does not tell how much memory a process takes.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of trials, too
+    torch.set_num_threads(1)  # trials inherit this
     try:
         with ThreadPoolExecutor(workers) as pool:
             base = dict(
@@ -389,7 +390,7 @@ def measure(
 
 
 def claims(found: Found) -> list[Claim]:
-    """What the paper says, and whether it was so."""
+    """Return the paper's claims, and whether they held."""
     steps = {step.name: step for step in found.steps}
     return [*under("Memory", _of_memory(found)), *under("Time of a step", _of_time(steps))]
 
@@ -424,7 +425,7 @@ def _of_time(steps: Mapping[str, Step]) -> Iterator[Claim]:
 
 
 def _faster(text: str, steps: Mapping[str, Step], one: str, other: str | None) -> Claim:
-    """The claim that a row's step is faster than another one's, or than twice a plain step, by paired rounds."""
+    """Judge, by paired rounds, the claim that a row's step is faster than another row's, or than two plain steps."""
     if not {one, other or one} <= steps.keys():
         return Claim(text, None, f"needs steps of {one}{f' and {other}' if other else ''}")
     own = dict(enumerate(steps[one].ratios))
@@ -561,7 +562,7 @@ def _read(record: Mapping[str, Any]) -> Found:
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a record: what is in ``summary.json``."""
+    """Write the page of a record (the content of ``summary.json``)."""
     found = _read(record)
     opening = replace(_OPENING, found=lambda _: _conclusion(found), panels=lambda _: _panels(found))
     write_page(

@@ -1,31 +1,38 @@
 """Compressed activations and gradients (Rudakov, Beznosikov, Kholodov, Gasnikov 2023, arXiv 2401.07788).
 
-The paper cuts a model into four stages and compresses what crosses the three boundaries between them: activations on
-their way forward, and their gradients on their way back. It quantizes (its table 1), keeps the largest elements of each
-sample (table 2), adds error feedback with a buffer that all batches share (table 3) or one per sample (AQ-SGD, table
-4), and fine-tunes a language model (table 5). After training it evaluates twice: with compression and without. It finds
-that gradients bear less than activations; that a tenth of the elements is enough, and less is not; that a model which
-was trained with top-k needs it when it is evaluated, too; that error feedback is no better, but makes models that do
-not need it; that AQ-SGD wants three tenths; and that a language model has to get gradients for the elements that were
-sent forward.
+The paper cuts a model into four stages and compresses what crosses the three boundaries between them: activations in
+forward, and their gradients in backward. Its experiments are:
 
-As in the paper, one process trains the whole model and compresses where machines would meet; here as many rows run side
-by side as ``--nodes`` says, with one thread each.
+* table 1: quantization;
+* table 2: top-k, the largest elements of each sample;
+* table 3: top-k with error feedback, whose buffer all batches share;
+* table 4: top-k with one buffer per sample (AQ-SGD);
+* table 5: fine-tuning a language model.
+
+After training, the paper evaluates twice: with compression and without. It finds that gradients bear less compression
+than activations; that a tenth of the elements is enough, and less is not; that a model which was trained with top-k
+needs top-k in evaluation, too; that error feedback is no better, but makes models that do not need compression in
+evaluation; that AQ-SGD needs three tenths of the elements; and that a language model needs gradients for exactly those
+elements that were sent forward.
+
+As in the paper, one process trains the whole model and compresses where machines would meet. ``--nodes`` rows run side
+by side, with one thread each.
 
 Run ``python -m reproduce.model_parallel`` (two hours and a quarter on two cores that had other work, too), ``--quick``
 (seconds), ``--help``. With ``--long`` the rows near convergence are trained, too, two seeds of each: 30 epochs with the
 paper's optimizer and schedule, half an hour to two hours of one core for each. ``--seeds 0 1`` gives all other rows a
-second seed. Without compression there are three, whose spread is the noise that pairs of one seed are held against.
-Pictures of training losses, one per table (the paper's figures 2 to 6), are drawn beside the results.
+second seed. The row without compression has three seeds; their spread is the noise against which differences between
+rows of one seed are judged. Plots of training losses, one per table (the paper's figures 2 to 6), are drawn beside the
+results.
 
 Differences from the paper, beside those that the page lists (``_DEPARTS``):
 
-* Warm-up is the paper's share of epochs near convergence (20 and 10 of 100), and one of five otherwise.
-* Batches are of 100, as the paper says; the authors' public notebook (github.com/Glemhel/
-  ActivationsGradientsCompressionForMP, b61c1a5) has 128. It has WikiText-2 as v1, and the paper raw-v1.
+* Warm-up near convergence is the paper's share of epochs (20 and 10 of 100); elsewhere it is one epoch of five.
+* Batches have 100 samples, as in the paper; the authors' public notebook (github.com/Glemhel/
+  ActivationsGradientsCompressionForMP, b61c1a5) has 128. The notebook uses WikiText-2 v1, and the paper raw-v1.
 * EF-mixed is :mod:`narrowband.feedback.mixed`.
 * AQ-SGD keeps its buffers in 16 bits: 2.3 GB per row.
-* The GPT reads tiny shakespeare first as :mod:`reproduce.pretrained` says.
+* The GPT is pre-trained on tiny shakespeare, see :mod:`reproduce.pretrained`.
 """
 
 from __future__ import annotations
@@ -54,7 +61,7 @@ _CIFAR = Row(
     "cifar", DENSE, "none", epochs=5, lr=0.1, batch=100, weight_decay=5e-4, limit=40_000,
     forward="none", backward="none",
 )  # fmt: skip
-#: Near convergence: the paper's optimizer and schedule, and its shares of warm-up.
+#: Rows near convergence: the paper's optimizer and schedule, and its shares of warm-up.
 _LONG = replace(_CIFAR, epochs=30, lr=0.01, schedule="half-cosine", limit=None)
 _GPT = Row(
     "gpt", DENSE, "none", optimizer="adamw", epochs=7, lr=2e-3, batch=32, weight_decay=0.01, clip=1.0, limit=500_000,
@@ -69,26 +76,28 @@ _TUNED = Row(
 _SPREAD = (0, 1, 2)
 _PAIRED = (0, 1)
 
-#: Points of accuracy within which a row is as good as another; that evaluation without compression costs at least,
-#: where it costs something; and that are noise, where two are compared. Share of dense accuracy that is learning.
+#: Bounds in points of accuracy. _KEPT: a row is as good as another. _NEEDED: what evaluation without compression costs
+#: at least, where it has a cost. _NOISE: noise between two rows. _LEARNED: the share of dense accuracy that counts as
+#: learning.
 _KEPT = 2.0
 _NEEDED = 7.0
 _NOISE = 0.5
 _LEARNED = 0.5
 _PERPLEXITY_KEPT = 0.07
-#: Share of the held-out loss, in nats, within which a language model is as good; and by which it is clearly worse.
+#: Shares of the held-out loss in nats: within the first, a language model is as good as another; by the second, it is
+#: clearly worse.
 _LOSS_KEPT = 0.02
 _LOSS_LOST = 0.1
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What the paper says of a row.
+    """A row, with the paper's figures for it.
 
     Attributes:
-        row: ours.
-        uncompressed: test accuracy of a model that is evaluated without compression; None for the language model.
-        compressed: the same with it; of the language model the perplexity, per word.
+        row: the row that is trained here.
+        uncompressed: the paper's test accuracy, evaluated without compression; None for the language model.
+        compressed: the same, evaluated with compression; for the language model the perplexity per word.
     """
 
     row: Row
@@ -101,7 +110,7 @@ def _top(density: float) -> str:
 
 
 def _quantized(activations: int, gradients: int, *said: float, like: Row = _CIFAR, group: int = 0) -> _Said:
-    """Between the smallest and the largest of a whole tensor, or of each group."""
+    """Return a row that quantizes between the minimum and maximum of a whole tensor or (``group``) of each group."""
     scope = f"group={group}" if group else "scope=tensor"
     forward, backward = (f"uniform:bits={bits},{scope}" for bits in (activations, gradients))
     name = f"fw{activations}-bw{gradients}{' in groups' if group else ''}"
@@ -117,7 +126,10 @@ def _sparse(
     warmup_epochs: int = 0,
     like: Row = _CIFAR,
 ) -> _Said:
-    """Feedback, if any, is on both ways or on gradients alone; EF-mixed sends sums or parts."""
+    """Return a top-k row. Feedback, if any, applies in both directions (``both``) or to gradients alone.
+
+    EF-mixed sends sums or, with ``parts``, parts.
+    """
     called = f"{feedback}{' parts' if parts else ''}{'' if both else ' on gradients'} + " if feedback else ""
     name = f"{called}top {density:.0%}{', warm-up' if warmup_epochs else ''}"
     behind = f"+{feedback.lower()}{':sends=parts' if parts else ''}" if feedback else ""
@@ -127,7 +139,7 @@ def _sparse(
 
 
 def _by_sample(density: float, *said: float, like: Row = _CIFAR, warmup_epochs: int = 1) -> _Said:
-    """AQ-SGD selects from one sample at a time whatever the scope is."""
+    """Return a row of AQ-SGD, which selects from one sample at a time, whatever the scope is."""
     forward = f"topk:density={density:g}+aq-sgd:store=fp16"
     name = f"AQ-SGD + top {density:.0%}"
     row = replace(like, name=name, forward=forward, backward=_top(density), warmup_epochs=warmup_epochs)
@@ -142,7 +154,7 @@ def _language(density: float, perplexity: float, *, reuse: bool = True) -> _Said
 
 
 def _on_a_link(name: str, forward: str, backward: str) -> _Said:
-    """What ``narrowband bench pipeline`` measures the speed of, compressed from the first step on."""
+    """Return a row whose speed ``narrowband bench pipeline`` measures. It compresses from the first step on."""
     return _Said(replace(_GPT, name=name, forward=forward, backward=backward, warmup_epochs=0), None, None)
 
 
@@ -150,7 +162,7 @@ _NONE = _Said(_CIFAR, 93.00, 93.00)
 #: The table of rows near convergence.
 _NEAR = "near convergence"
 
-#: Table → its rows, the uncompressed one first. Numbers are the paper's: evaluated without compression, and with it.
+#: Table → its rows, the uncompressed one first. The numbers are the paper's: evaluated without and with compression.
 _TABLES: dict[str, tuple[_Said, ...]] = {
     _NEAR: (
         replace(_NONE, row=_LONG),
@@ -219,7 +231,7 @@ _SAID = {(said.row.task, said.row.name): said for rows in _TABLES.values() for s
 
 
 def _recipes() -> Iterator[Recipe]:
-    """Rows that most pages' claims are about first, and those near convergence last."""
+    """Yield the rows that most claims are about first, and those near convergence last."""
     for key in ("table 1", "table 2", "table 3", "table 4", "table 5", "link", _NEAR):
         for said in _TABLES[key]:
             row, long = said.row, key == _NEAR
@@ -261,7 +273,7 @@ _WITH_FEEDBACK = (
 
 
 def _claims(found: Sequence[Group]) -> list[Claim]:
-    """Of rows near convergence where there are any, and of all others as they are."""
+    """Return claims about rows near convergence, if there are any, and about all other rows."""
     lengths = {group.epochs for group in found if group.task == "cifar"}
     long = _of_images_near_convergence(found) if _LONG.epochs in lengths else []
     short = min(lengths, default=_CIFAR.epochs)
@@ -287,7 +299,7 @@ _FINE_TUNING = "fine-tuning"
 
 
 def _images(topic: str, claims: Sequence[Claim], epochs: int) -> list[Claim]:
-    """Epochs are in the heading."""
+    """Put claims about images under a heading that names the epochs."""
     after = f", after {epochs} epochs"
     return under(topic, [replace(claim, said=claim.text.removesuffix(after)) for claim in claims])
 
@@ -428,7 +440,7 @@ def _judged(
     task: str = "cifar",
     epochs: int | None = None,
 ) -> Claim:
-    """The claim of these rows; ``verdict`` gets the dense group, and then theirs."""
+    """Judge a claim about these rows; ``verdict`` gets the dense group, and then the groups of ``names``."""
     length = "" if epochs is None else f", after {epochs} epochs"
     claim = judged(found, task, text + length, names, verdict, epochs=epochs)
     if claim.verdict() == "not tested":
@@ -451,7 +463,7 @@ def _learned(group: Group, dense: Group) -> Finding:
 
 
 def _costs(group: Group) -> Difference:
-    """What evaluation with compression has on that without it, of the same models."""
+    """Return how much better evaluation with compression is than without it, for the same models."""
     on, off = (dict(zip(group.seeds, scores, strict=True)) for scores in (group.scores, group.uncompressed_scores))
     return difference(
         on, off, names=(group.name, f"{group.name} off"), higher_is_better=group.higher_is_better,
@@ -463,7 +475,7 @@ def _costs(group: Group) -> Difference:
 
 
 def _own(key: str, found: Sequence[_Of], what: Callable[[_Of], tuple[str, str, int]]) -> list[_Of]:
-    """What belongs to a table, in its order; ``what`` says task, name and epochs."""
+    """Return what belongs to a table, in the table's order; ``what`` returns task, name and epochs."""
     places = [(said.row.task, said.row.name) for said in _TABLES[key]]
     own = [each for each in found if what(each)[:2] in places and _is_long(what(each)) == (key == _NEAR)]
     return sorted(own, key=lambda each: places.index(what(each)[:2]))
@@ -475,7 +487,7 @@ def _is_long(place: tuple[str, str, int]) -> bool:
 
 
 def _tables(found: Sequence[Group]) -> Iterator[tuple[str, list[Group]]]:
-    """Those that have a row beside the dense one, which belongs to several."""
+    """Yield tables that have a row besides the dense one, which belongs to several tables."""
     for key in _TABLES:
         own = _own(key, found, lambda group: (group.task, group.name, group.epochs))
         if any(group.name != DENSE for group in own):
@@ -509,7 +521,7 @@ _COLUMNS = (_ROW, _OFF, *_ON, *_REST)
 
 
 def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
-    """Per table: training loss over epochs."""
+    """Draw the training loss over epochs, one picture per table."""
     from matplotlib.figure import Figure
 
     drawn = []
@@ -551,7 +563,7 @@ _TITLES = {
     "link": "What `narrowband bench pipeline` measures, from the first step on: WikiText-2 as bytes, GPT",
 }
 
-#: Task → what a picture shows: of bars and their rows.
+#: Task → the bars of its picture, and their rows.
 _SHOWN = {
     "cifar": (
         ("uncompressed", DENSE),
@@ -572,13 +584,13 @@ _SHOWN = {
 
 
 def _shown(found: Sequence[Group], task: str) -> list[tuple[str, Group, bool]]:
-    """Of several lengths the shortest, which has more rows."""
+    """Return the bars of a task. Of several lengths of training, take the shortest, which has more rows."""
     epochs = min((group.epochs for group in found if group.task == task), default=None)
     return [(label, needed(found, task, name, epochs), name != DENSE) for label, name in _SHOWN[task]]
 
 
 def _near_convergence(found: Sequence[Group]) -> str:
-    """How far rows near convergence are from the dense one, where there are any."""
+    """Say how far rows near convergence are from the dense one, if there are any."""
     own = dict(_tables(found)).get(_NEAR, [])
     dense = next((group for group in own if group.name == DENSE), None)
     if dense is None:
@@ -590,7 +602,7 @@ def _near_convergence(found: Sequence[Group]) -> str:
     return said if told else ""
 
 
-#: Rows, where a sentence names them.
+#: What sentences call rows.
 _IN_WORDS = {
     "fw4-bw8": "4 bits forward and 8 back",
     "top 10%": "a tenth of the elements",
@@ -638,7 +650,7 @@ _CURVES = "not reproduced: pictures here are of training losses, over at most 30
 
 
 def _covers(found: Sequence[Group]) -> list[tuple[str, str]]:
-    """The paper's tables and figures, by the rows that are there."""
+    """Return the paper's tables and figures, each with where it is, according to the rows that are present."""
     near = {group.name for group in found if group.task == "cifar" and group.epochs == _LONG.epochs}
 
     def too(rows: Mapping[str, str]) -> str:

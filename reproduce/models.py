@@ -1,4 +1,4 @@
-"""The models that are trained here: a ResNet for small images, an LSTM over characters, and two plain networks.
+"""Models that the experiments train: a ResNet for small images, an LSTM over characters, and two plain networks.
 
 The residual network is that of He et al. 2015 (arXiv 1512.03385, section 4.2): depth 6n + 2, three stages of n blocks
 with 16, 32 and 64 channels, and shortcuts without parameters ("option A": every second pixel, new channels zero).
@@ -33,7 +33,7 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)), inplace=True)))
         if self.stride > 1:
-            # x[:, :, ::2, ::2] in a way whose backward keeps the channels-last layout: a step takes a quarter less.
+            # x[:, :, ::2, ::2], but with a backward that keeps the channels-last layout; a step takes a quarter less.
             x = F.avg_pool2d(x, 1, self.stride)
         if self.new_channels:
             x = F.pad(x, (0, 0, 0, 0, 0, self.new_channels))
@@ -45,7 +45,7 @@ class ResNet(nn.Module):
 
     Args:
         depth: 6n + 2: 8, 14, 20, … He et al. begin at 20.
-        classes: how many.
+        classes: number of classes.
     """
 
     def __init__(self, depth: int = 20, classes: int = 10) -> None:

@@ -1,20 +1,21 @@
 """Which codec goes with which optimizer? A small GPT, trained by four optimizers, with and without compression.
 
-The optimizer decides what becomes of a codec's error. AdamW divides every element by a running size of its gradient.
-SGD adds up what arrives. Muon makes all directions of a matrix equally large. LoRA has thin matrices only. No paper is
+The optimizer decides what a codec's error does. AdamW divides every element by a running size of its gradient. SGD adds
+up what arrives. Muon makes all directions of a matrix equally large. LoRA trains thin matrices only. No paper is
 reproduced here: rows answer the question for one small model, on two ranks of this machine.
 
-How it is done:
+Method:
 
-* the model learns bytes of tiny shakespeare; with LoRA, adapters learn them, on a base that was trained for a short
-  while on bytes of WikiText-2;
-* every optimizer has its usual settings (see :data:`ABOUT`). Its learning rate is chosen once, without compression and
-  with a seed of its own, from a few (:data:`RATES`); all codecs get the same;
-* a codec's *gap* is how far its held-out loss is above that without compression, of the same seed, in per cent;
-* a gap differs from seed to seed, so a mean gap has a *margin*: half of its 95 % interval, Student's t for that many
-  seeds (:mod:`reproduce.pairs`) times its standard error, from the variance of the codec's own gaps over seeds, or of
-  the median codec's of the same optimizer where that is larger, since two or three seeds may be alike by chance. A gap
-  within the margin is not resolved.
+* The model learns bytes of tiny shakespeare. With LoRA, adapters learn these bytes, on a base that was trained briefly
+  on bytes of WikiText-2.
+* Every optimizer has its usual settings (see :data:`ABOUT`). Its learning rate is chosen once from a few
+  (:data:`RATES`), without compression and with a seed that no comparison uses; all codecs get the same rate.
+* A codec's *gap* is the relative increase of its held-out loss over the loss without compression with the same seed, in
+  per cent.
+* Gaps differ between seeds, so a mean gap has a *margin*: half of its 95 % interval, which is the standard error times
+  Student's t for the number of seeds (:mod:`reproduce.pairs`). The standard error comes from the variance of the
+  codec's own gaps over seeds or, where that is larger, from the variance of the median codec of the same optimizer,
+  because two or three seeds may be alike by chance. A gap within its margin is not resolved.
 
 Run ``python -m reproduce.optimizers`` (half an hour of one core), ``--size medium`` (hours), ``--quick`` (seconds),
 ``--help``.
@@ -56,7 +57,7 @@ __all__ = ["ABOUT", "RATES", "SPECS", "Line", "Options", "chosen_rates", "draw",
 _MODULE = "optimizers"
 DENSE = "none"
 
-#: What each optimizer is called, and its settings.
+#: Names of optimizers in words; :data:`ABOUT` has their settings.
 NAMES: dict[str, str] = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon", "lora": "LoRA"}
 ABOUT: dict[str, str] = {
     "adamw": "AdamW with betas 0.9 and 0.95, weight decay 0.1 on matrices",
@@ -79,7 +80,7 @@ RATES: dict[str, tuple[float, ...]] = {
     "lora": (0.003, 0.01, 0.03),
 }
 
-#: What gradients are compressed with; and what is for momentum before the wire, so for SGD alone.
+#: Codecs for gradients; and codecs that apply momentum before compression, so for SGD alone.
 SPECS: tuple[str, ...] = (
     DENSE,
     "fp16",
@@ -95,14 +96,14 @@ _OF_SGD: tuple[str, ...] = (
     "dgc:density=0.01,clip=1,warmup_steps={warmup},accumulate=steps",
 )
 
-#: The seed with which learning rates are chosen: none of those that gaps are about.
+#: The seed with which learning rates are chosen; gaps are measured with other seeds.
 _TUNING_SEED = 1000
 
-#: Gaps, in per cent, that recommendations are about.
+#: Largest gaps, in per cent, of the two recommendations.
 _CLOSE, _NEAR = 1.0, 5.0
 
-#: Codecs of an optimizer from which a rank correlation says something; and a share by which two errors may differ that
-#: are called alike.
+#: From this number of an optimizer's codecs on, a rank correlation means something; and the share by which two errors
+#: that count as alike may differ.
 _RANKED = 4
 _ALIKE = 0.1
 
@@ -157,7 +158,7 @@ class Options:
 
 
 def tuning(options: Options) -> list[Row]:
-    """Rows without compression, one for every learning rate that is tried."""
+    """Return rows without compression, one for every learning rate to try."""
     size = SIZES["tiny" if options.quick else options.size]
     return [
         Row(optimizer, DENSE, lr, seed=_TUNING_SEED, **size)
@@ -167,10 +168,10 @@ def tuning(options: Options) -> list[Row]:
 
 
 def chosen_rates(results: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """For each optimizer the learning rate with the lowest held-out loss.
+    """Return for each optimizer the learning rate with the lowest held-out loss.
 
     Raises:
-        ValueError: an optimizer's training diverged with all of them.
+        ValueError: an optimizer's training diverged with all learning rates.
     """
     best: dict[str, tuple[float, float]] = {}
     for result in results:
@@ -183,10 +184,10 @@ def chosen_rates(results: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def compared(options: Options, rates: dict[str, float]) -> list[Row]:
-    """Rows that are compared, seed by seed.
+    """Return the rows that are compared, seed by seed.
 
     Raises:
-        ValueError: a spec that is not among them.
+        ValueError: the options name a spec that does not exist here.
     """
     there = (*SPECS, *_OF_SGD)
     for spec in options.specs:
@@ -214,15 +215,15 @@ def run(
     recorded: bool = False,
     on_event: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Train rows one after the other and return what each came to; see :func:`reproduce.optimizers_ranks.train`.
+    """Train rows one after the other and return their results; see :func:`reproduce.optimizers_ranks.train`.
 
     Args:
         rows: trained in this order.
         directory: finished rows are kept in its ``rows/``.
-        nodes: ranks on this machine.
+        nodes: number of ranks on this machine.
         data_dir: the data folder, see :mod:`reproduce.data`.
-        resume: take rows that an earlier run finished.
-        recorded: take these only, and train nothing.
+        resume: reuse rows that an earlier run finished.
+        recorded: return only rows that an earlier run finished, and train nothing.
         on_event: called with ``{"event": "step", "row": number, "step": …, "of": …, "loss": …}`` and
             ``{"event": "row", "row": …, "result": …}``.
 
@@ -253,12 +254,12 @@ def run(
 
 
 def _files(with_base: bool) -> tuple[str, ...]:
-    """What rows read; LoRA's base reads more."""
+    """Return the files that rows read; LoRA's base reads more."""
     return ("tinyshakespeare/input.txt", *(("wikitext2/validation.parquet", "wikitext2/test.parquet") * with_base))
 
 
 def _digest(with_base: bool, data_dir: Path | None) -> str:
-    """Of the files that a row reads."""
+    """Return the digest of the files that a row reads."""
     digest = hashlib.sha256()
     for name in _files(with_base):
         digest.update(locate(name, data_dir).read_bytes())
@@ -270,22 +271,22 @@ def _digest(with_base: bool, data_dir: Path | None) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One optimizer with one spec, over its seeds.
+    """Results of one optimizer with one spec, over its seeds.
 
     Attributes:
-        optimizer: of the rows.
-        spec: of the rows.
-        lr: of the rows.
-        seeds: one per row, each of which has one without compression.
-        loss: held out, nats per byte; the mean over seeds; None where one diverged.
-        gap: how far the loss is above that without compression, in per cent; the mean over seeds; None as above.
-        margin: a mean gap below it is not told from none, in per cent; None where one seed alone was trained.
-        ratio: how many times less was sent than by a ring all-reduce without compression.
-        relative_error: what the statistics said last; the mean over seeds.
-        parameters: that are trained.
-        nodes: ranks.
-        steps: of training.
-        base_loss: before the first step, where a base is adapted.
+        optimizer: the rows' optimizer.
+        spec: the rows' spec.
+        lr: the rows' learning rate.
+        seeds: one per row; each seed also has a row without compression.
+        loss: held-out loss in nats per byte; mean over seeds; None if a row diverged.
+        gap: increase of the loss over that without compression, in per cent; mean over seeds; None if a row diverged.
+        margin: a mean gap smaller than this, in per cent, cannot be told from zero; None if there is only one seed.
+        ratio: bytes of a ring all-reduce without compression, over bytes that were sent.
+        relative_error: the last relative error in the statistics; mean over seeds.
+        parameters: number of trained parameters.
+        nodes: number of ranks.
+        steps: number of training steps.
+        base_loss: held-out loss before the first step, of rows that adapt a base.
     """
 
     optimizer: str
@@ -304,11 +305,11 @@ class Line:
 
     @property
     def compressed(self) -> bool:
-        """Whether anything was: the statistics have an error then."""
+        """Whether gradients were compressed. If so, the statistics have an error."""
         return self.relative_error is not None
 
     def verdict(self) -> str:
-        """In words."""
+        """Say in words whether the gap is resolved, and in which direction."""
         if self.spec == DENSE:
             return NOTHING
         if not self.compressed:
@@ -322,12 +323,12 @@ class Line:
         return "worse" if self.gap > 0 else "better"
 
     def within(self, most: float) -> bool:
-        """Whether the loss is no further above that without compression than so many per cent."""
+        """Return whether the gap is at most this many per cent."""
         return self.gap is not None and self.gap <= most
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
-    """Rows put together by optimizer and spec, in order of appearance; rows without one to compare with are left out.
+    """Group rows by optimizer and spec, in order of appearance; leave out rows that have no row to compare with.
 
     Example:
         >>> [line.verdict() for line in lines(rows)]
@@ -368,19 +369,19 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
 
 
 def _gap(row: dict[str, Any], dense: dict[tuple[str, int], float | None]) -> float | None:
-    """How far a row's loss is above that without compression, of the same seed, in per cent."""
+    """Return a row's gap: the increase of its loss over that without compression with the same seed, in per cent."""
     without = dense[row["optimizer"], row["seed"]]
     return None if row["loss"] is None or without is None else 100.0 * (row["loss"] / without - 1.0)
 
 
 def _variance(gaps: Sequence[float | None]) -> float:
-    """Of a codec's gaps over seeds; 0 where one seed alone was trained, or one diverged."""
+    """Return the variance of a codec's gaps over seeds; 0 if there is only one seed, or if a row diverged."""
     there = [gap for gap in gaps if gap is not None]
     return statistics.variance(there) if len(there) == len(gaps) > 1 else 0.0
 
 
 def _margin(gaps: Sequence[float | None], usual: float) -> float | None:
-    """Of the mean gap, of two seeds or more; ``usual``: the variance of the median codec's."""
+    """Return the margin of the mean gap over two seeds or more; ``usual`` is the variance of the median codec."""
     if len(gaps) < 2:
         return None
     return student(len(gaps) - 1) * math.sqrt(max(_variance(gaps), usual) / len(gaps))
@@ -395,7 +396,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def conclusion(found: Sequence[Line]) -> tuple[str, str, str]:
-    """What was asked, what was run, what came out."""
+    """Return three paragraphs: the question, what was run, and what came out."""
     compressed = [line for line in found if line.compressed]
     optimizers = list(dict.fromkeys(line.optimizer for line in found))
     first, seeds = found[0], sorted({seed for line in found for seed in line.seeds})
@@ -434,7 +435,7 @@ def conclusion(found: Sequence[Line]) -> tuple[str, str, str]:
 
 
 def warning(found: Sequence[Line]) -> list[str]:
-    """What the relative error of the statistics had to do with gaps, in sentences; none where few rows have both."""
+    """Say how the statistics' relative error relates to gaps; return no sentences if few rows have both."""
     known = [
         (line, line.relative_error, line.gap)
         for line in found
@@ -478,8 +479,8 @@ def warning(found: Sequence[Line]) -> list[str]:
 
 
 def recommended(found: Sequence[Line], optimizer: str) -> tuple[Line | None, Line | None, Line | None]:
-    """Of the codecs of an optimizer: the one that sends least with a gap of at most one per cent, the same with five,
-    and the one that is furthest from no compression.
+    """Return three of an optimizer's codecs: the one that sends least with a gap of at most one per cent, the same for
+    five per cent, and the one with the largest gap.
     """
     own = [line for line in found if line.optimizer == optimizer and line.compressed]
 
@@ -516,7 +517,7 @@ def _said(line: Line | None) -> str:
 
 
 def _short(spec: str) -> str:
-    """A spec without the settings that all of its kind have here."""
+    """Return a spec without the settings that all specs of its kind have here."""
     return re.sub(r",clip=1,warmup_steps=[^,]*", "", spec)
 
 
@@ -524,7 +525,7 @@ def _figure(form: str, value: float | None) -> str:
     return NOTHING if value is None else format(value, form)
 
 
-#: A heading, and what the column says of a line.
+#: Columns: a heading, and a function from a line to the text of its cell.
 _COLUMNS: tuple[Column, ...] = (
     ("spec", lambda line: _short(line.spec)),
     ("loss", lambda line: "diverged" if line.loss is None else f"{line.loss:.3f}"),
@@ -571,7 +572,7 @@ def _caption(title: str, own: Sequence[Line]) -> str:
 
 
 def _whole(own: Sequence[Line]) -> list[str]:
-    """Specs that a table shows without some of their settings."""
+    """Return the full specs of those that a table shows without some of their settings."""
     return [f"{_short(line.spec)}: `{line.spec}`" for line in own if line.spec != _short(line.spec)]
 
 
@@ -591,8 +592,8 @@ def page(record: Mapping[str, Any], path: Path) -> None:
     """Write the page of a record and its opening's picture, with those of :func:`draw` that are in the same folder.
 
     Args:
-        record: what is in ``summary.json``.
-        path: of the page.
+        record: content of ``summary.json``.
+        path: where to write the page.
     """
     found = lines(record["rows"])
     folder, panels = pictures_of(path), _panels(found)
@@ -636,7 +637,7 @@ _ADVICE = (
 
 
 def _how(tuned: Sequence[dict[str, Any]]) -> list[str]:
-    """Settings that are the same for all optimizers, and the learning rates that were tried."""
+    """Return the settings that all optimizers share, and the learning rates that were tried."""
     first = tuned[0]
     tried: dict[str, list[str]] = {}
     for row in tuned:
@@ -675,7 +676,7 @@ _ALT = {
 
 
 def _panels(found: Sequence[Line]) -> list[Panel]:
-    """What the page opens with: what each optimizer's codecs save, and what the same codec costs each of them."""
+    """Return the panels of the opening: what each optimizer's codecs save, and what one codec costs each of them."""
     saved, cost = [], []
     for optimizer, own in _LAYOUT.tables(found):
         close, _, _ = recommended(found, optimizer)
@@ -699,13 +700,13 @@ def _panels(found: Sequence[Line]) -> list[Panel]:
     ]
 
 
-#: What the opening's picture calls codecs, and the one whose costs it compares.
+#: Names of codecs in the opening's picture, and the codec whose costs it compares.
 _CALLED = {"fp16": "16 bits", "uniform:bits=8": "8 bits", "qsgd:bits=4": "4 bits", "powersgd:rank=4": "PowerSGD 4"}
 _SPARSE = "topk:density=0.01+ef"
 
 
 def draw(found: Sequence[Line], directory: Path) -> list[Path]:
-    """Gaps as bars, and gaps over relative errors; needs matplotlib."""
+    """Draw gaps as bars, and gaps over relative errors. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     compressed = [line for line in found if line.compressed]
@@ -764,7 +765,7 @@ def draw(found: Sequence[Line], directory: Path) -> list[Path]:
 
 
 def _place(spec: str) -> int:
-    """Where a spec stands among all that there are."""
+    """Return a spec's position among all specs."""
     return [_short(each) for each in (*SPECS, *_OF_SGD)].index(_short(spec))
 
 
@@ -786,7 +787,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     if not options.seeds or not options.optimizers:
         raise ValueError("give at least one seed and one optimizer, as in --seeds 0 1 --optimizers adamw")
     output = options.output or Path(__file__).parent / "results" / _MODULE
-    compared(options, {})  # says what is wrong before anything is trained
+    compared(options, {})  # raises if options are wrong, before anything is trained
     record = provenance(options.seeds[0], command)
 
     def train(rows: Sequence[Row], what: str) -> list[dict[str, Any]]:

@@ -37,20 +37,20 @@ __all__ = ["ADAMW_LR", "MIN_NUMEL", "LoRA", "Optimizer", "Row", "adapt", "train"
 
 Optimizer = Literal["adamw", "sgd", "muon", "lora"]
 
-#: Usual settings of each optimizer; its learning rate is the row's.
+#: Usual settings of each optimizer; the row has the learning rate.
 _ADAMW_BETAS = (0.9, 0.95)
 _LORA_BETAS = (0.9, 0.999)
 _MOMENTUM = 0.9
 _SGD_DECAY = 1e-4
 _DECAY = 0.1
-#: Of AdamW where it is not what a row is about: for what Muon leaves to it, and of the base that adapters adapt.
+#: AdamW's learning rate where a row does not set it: for parameters that Muon leaves to AdamW, and for LoRA's base.
 ADAMW_LR = 3e-3
 
-#: An adapter's rank, and what its product is scaled by: alpha / rank.
+#: An adapter's rank, and its alpha: its product is scaled by alpha / rank.
 _LORA_RANK = 8
 _LORA_ALPHA = 16
 
-#: Averaged gradients are scaled down to this norm.
+#: Norm above which averaged gradients are scaled down to it.
 _CLIP = 1.0
 
 #: Share of steps over which the learning rate rises; then it falls along a cosine to this share of its peak.
@@ -65,22 +65,23 @@ _TELL_EVERY = 10
 
 @dataclass(frozen=True)
 class Row:
-    """One training run.
+    """Settings of one training run.
 
     Attributes:
         optimizer: ``adamw``; ``sgd``, with momentum; ``muon``, for matrices of blocks, with AdamW for the rest;
-            ``lora``: adapters by AdamW.
-        spec: for ``nb.compress_gradients``. ``{warmup}`` in it becomes the steps over which the learning rate rises.
-        lr: learning rate at its peak; of Muon where the optimizer is Muon.
+            ``lora``: adapters, trained by AdamW.
+        spec: for ``nb.compress_gradients``. ``{warmup}`` in it becomes the number of steps over which the learning rate
+            rises.
+        lr: peak learning rate; with ``muon``, that of Muon.
         seed: of parameters, order of samples and codecs.
-        dim: of the model.
-        blocks: of the model.
-        heads: of attention.
+        dim: width of the model.
+        blocks: number of blocks.
+        heads: number of attention heads.
         sequence: bytes of a sample.
-        batch: global.
-        steps: of training.
-        base_steps: of training the base that adapters adapt.
-        limit: use no more bytes than this of each text; None: all.
+        batch: global batch size.
+        steps: training steps.
+        base_steps: training steps of the base that adapters adapt.
+        limit: use at most this many bytes of each text; None: all.
     """
 
     optimizer: Optimizer
@@ -98,17 +99,17 @@ class Row:
 
     @property
     def task(self) -> str:
-        """What the row's file begins with."""
+        """The first part of the name of the row's file."""
         return self.optimizer
 
     @property
     def name(self) -> str:
-        """What the row's file goes on with."""
+        """The second part of the name of the row's file."""
         return self.spec
 
 
 class Bytes(Language):
-    """One rank's windows of a text of bytes."""
+    """One rank's windows of a text, as bytes."""
 
     name = "bytes"
 
@@ -127,7 +128,7 @@ class Bytes(Language):
         return GPT(GPTConfig(self.text.vocabulary, row.dim, row.blocks, row.heads, row.sequence, row.batch))
 
     def endless(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's batches, epoch after epoch."""
+        """Yield this rank's batches, epoch after epoch, without end."""
         for epoch in itertools.count():
             yield from self.batches(epoch)
 
@@ -136,13 +137,14 @@ class Bytes(Language):
 
 
 class LoRA(nn.Module):
-    """A linear layer that stays as it is, plus a product of two thin matrices that learns (Hu et al. 2021, arXiv
-    2106.09685, section 4.1): ``y = W·x + b + (alpha/rank)·up·down·x``. ``up`` begins at zero.
+    """A frozen linear layer plus a trained product of two thin matrices (Hu et al. 2021, arXiv 2106.09685).
+
+    It computes ``y = W·x + b + (alpha/rank)·up·down·x`` (section 4.1). ``up`` begins at zero.
 
     Args:
         linear: the layer.
         rank: columns of ``up`` and rows of ``down``.
-        alpha: over the rank, what the product is scaled by.
+        alpha: the product is scaled by ``alpha / rank``.
     """
 
     def __init__(self, linear: nn.Linear, rank: int = _LORA_RANK, alpha: float = _LORA_ALPHA) -> None:
@@ -159,7 +161,7 @@ class LoRA(nn.Module):
 
 
 def adapt(model: GPT) -> None:
-    """Freeze a model, and give each linear layer of its blocks an adapter."""
+    """Freeze a model, and add an adapter to each linear layer of its blocks."""
     model.requires_grad_(False)
     for block in model.blocks:
         for name, linear in list(block.named_children()):
@@ -171,20 +173,20 @@ def adapt(model: GPT) -> None:
 
 
 def train(row: Row, base: dict[str, Tensor] | None, text: Text, tell: Callable[..., None]) -> dict[str, Any]:
-    """Train one row on this process's group; equal on all ranks but for times.
+    """Train one row on this process's group. Results are equal on all ranks but for times.
 
-    What returns has the row's fields, with the spec as it was used, and
+    The result has the row's fields, with the spec as it was used, and
 
-    * ``loss``: held out, nats per byte, after the last step; None where training diverged. ``base_loss``: before the
-      first step, of a row that adapts a base;
+    * ``loss``: held-out loss after the last step, in nats per byte; None if training diverged;
+    * ``base_loss``: the same before the first step, of a row that adapts a base;
     * ``raw_bytes`` and ``sent_bytes``: of this rank over all of training, and ``ratio``, the former over the latter;
-    * ``relative_error``: what the statistics say last, and ``relative_errors``, what they said: [step, error];
-    * ``parameters``: that are trained; ``nodes``: ranks; ``wall_s``.
+    * ``relative_error``: the last one in the statistics, and ``relative_errors``: pairs [step, error] over training;
+    * ``parameters``: number of trained parameters; ``nodes``: number of ranks; ``wall_s``.
 
     Args:
         row: what to train.
-        base: parameters to adapt; None for a row that begins anew.
-        text: to train on and to be judged by.
+        base: parameters to adapt; None for a row that starts from new parameters.
+        text: text to train on, and its held-out part to evaluate on.
         tell: called with events, see :func:`reproduce.optimizers.run`.
     """
     begin = time.perf_counter()
@@ -227,7 +229,7 @@ def train(row: Row, base: dict[str, Tensor] | None, text: Text, tell: Callable[.
 
 
 def trained_base(row: Row, text: Text, tell: Callable[..., None]) -> dict[str, Tensor]:
-    """Parameters of the row's model after ``base_steps`` of AdamW on a text, without compression, from seed 0."""
+    """Train the row's model for ``base_steps`` of AdamW, without compression, from seed 0; return its parameters."""
     row = replace(row, optimizer="adamw", spec="none", lr=ADAMW_LR, seed=0)
     task = Bytes(row, text, dist.get_rank(), dist.get_world_size())
     torch.manual_seed(row.seed)
@@ -264,7 +266,7 @@ def _steps(
 
 
 def _optimizers(row: Row, spec: str, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Those that train the row; the first is the one that the row is about."""
+    """Return the optimizers that train the row; the first is the one that the row is about."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if row.optimizer == "lora":
         return [torch.optim.AdamW(trained.values(), lr=row.lr, betas=_LORA_BETAS, weight_decay=0.0, fused=True)]
@@ -284,7 +286,7 @@ def _optimizers(row: Row, spec: str, model: nn.Module) -> list[torch.optim.Optim
 
 
 def _adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """AdamW that decays matrices alone."""
+    """Return an AdamW that applies weight decay to matrices alone."""
     own = list(parameters)
     groups = [
         {"params": [p for p in own if p.dim() >= 2], "weight_decay": _DECAY},
@@ -294,12 +296,12 @@ def _adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 
 def _rising(steps: int) -> int:
-    """Steps over which the learning rate rises."""
+    """Return the number of steps over which the learning rate rises."""
     return max(1, round(_RISING * steps))
 
 
 def _rate(step: int, steps: int) -> float:
-    """The learning rate's share of its peak."""
+    """Return the learning rate as a share of its peak."""
     rising = _rising(steps)
     if step < rising:
         return (step + 1) / rising
@@ -308,7 +310,7 @@ def _rate(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def _heldout(model: nn.Module, task: Bytes) -> float | None:
-    """Mean loss over held-out windows, each rank looking at its share; None where it is not finite."""
+    """Return the mean loss over held-out windows, of which each rank evaluates its share; None if it is not finite."""
     tally = torch.tensor(task.tally(model), dtype=torch.float64)
     dist.all_reduce(tally)
     nats, count = tally.tolist()

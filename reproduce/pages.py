@@ -47,10 +47,10 @@ __all__ = ["FRONT", "GUIDE", "PAGES", "Options", "main", "record_of"]
 
 _ROOT = Path(__file__).parent.parent
 
-#: The guide with tables, in the documentation.
+#: The guide whose tables are written, in the folder of the documentation.
 GUIDE = "explanation/gradients-or-updates.md"
 
-#: The picture of the front page, without theme and ending.
+#: The picture of the front page: its path without theme and file extension.
 FRONT = "pictures/front"
 
 
@@ -58,7 +58,7 @@ def _experiment(experiment: command.Experiment, record: Mapping[str, Any], path:
     command.page(experiment, record["rows"], dict(record), path)
 
 
-#: Module → writes the page of its record.
+#: Module → function that writes the page of its record.
 PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     **{
         module.EXPERIMENT.module: functools.partial(_experiment, module.EXPERIMENT)
@@ -84,7 +84,7 @@ class Options:
 
 
 def record_of(module: str) -> dict[str, Any]:
-    """What a module of this package recorded in the repository."""
+    """Return the record of a module of this package, as it is in the repository."""
     record: dict[str, Any] = json.loads((_ROOT / "reproduce/results" / module / "summary.json").read_text())
     return record
 

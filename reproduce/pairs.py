@@ -1,21 +1,22 @@
-"""What two rows differ by, seed by seed, and what the noise between seeds lets one say of it.
+"""Differences between two rows over seeds, and what the noise between seeds lets one conclude from them.
 
-Rows of one seed begin with the same parameters and see the same batches, so they are compared with each other and with
-no other: d_s = a_s − b_s over the seeds s that both rows have. Of n seeds the difference is
+Rows of one seed begin with the same parameters and see the same batches, so they are compared only with each other:
+d_s = a_s − b_s for every seed s that both rows have. Over n seeds the difference is
 
     mean(d) ± t · s_d / √n
 
 with the sample's standard deviation s_d and Student's t for 95 % and n − 1 degrees of freedom (Student 1908, "The
-probable error of a mean", Biometrika 6, 1–25). One seed says nothing of its noise. Then the scores of the rows without
-compression stand in, of m ≥ 2 seeds with standard deviation s: two runs differ by chance with √2 · s, so the margin is
-t · √2 · s with m − 1 degrees of freedom. It is on the large side, since rows of one seed have something in common.
-Where there are no such rows either, the noise is unknown, and nothing is said of the difference.
+probable error of a mean", Biometrika 6, 1–25). One seed alone does not show its noise. In that case the noise is taken
+from the rows without compression: with m ≥ 2 seeds whose scores have the standard deviation s, two runs differ by
+chance with √2 · s, so the margin is t · √2 · s with m − 1 degrees of freedom. This margin is rather large, because
+rows of one seed have something in common. If there are no such rows either, the noise is unknown and no conclusion is
+drawn.
 
-Two seeds know little of their noise (t = 12.7). Where a table has several rows with the same two, their noise is taken
-together, as in an experiment in randomized blocks (Fisher 1935, "The Design of Experiments", chapter 4): a score is
-that of its row, plus what its seed does to all rows, plus chance. What the first two leave has (R − 1)(n − 1) degrees
-of freedom for R rows of n seeds, and :func:`in_blocks` says how far chance alone takes a paired difference. This
-supposes that all rows of the table are about as noisy.
+Two seeds say little about their noise (t = 12.7). If several rows of a table have the same two seeds, their noise is
+pooled, as in an experiment in randomized blocks (Fisher 1935, "The Design of Experiments", chapter 4): a score is an
+effect of its row, plus an effect of its seed on all rows, plus chance. The remainder after both effects has
+(R − 1)(n − 1) degrees of freedom for R rows of n seeds. :func:`in_blocks` returns how far chance alone moves a paired
+difference. This assumes that all rows of the table are about equally noisy.
 
 A row that diverged is worse than any that did not, whatever the noise.
 """
@@ -30,12 +31,12 @@ from dataclasses import dataclass
 
 __all__ = ["Difference", "Finding", "Spread", "difference", "every", "in_blocks", "some", "student"]
 
-#: Student's t that 95 % of a distribution lie within, for 1, 2, … degrees of freedom.
+#: Student's t for two-sided 95 % and 1, 2, … degrees of freedom.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def student(degrees: int) -> float:
-    """Student's t for 95 %, two-sided; for more than ten degrees of freedom that of ten, which is on the safe side.
+    """Return Student's t for two-sided 95 %; above ten degrees of freedom that of ten, which is on the safe side.
 
     Raises:
         ValueError: less than one degree of freedom.
@@ -47,15 +48,15 @@ def student(degrees: int) -> float:
 
 @dataclass(frozen=True)
 class Finding:
-    """A statement, and whether figures bear it out; statements are joined by ``&``, ``|`` and ``~``.
+    """Whether figures support a statement. Findings are combined with ``&``, ``|`` and ``~``.
 
-    A part that is not resolved leaves the whole open unless the other part decides it: a false one decides ``&``, and a
-    true one decides ``|`` (Kleene's three-valued logic). ``and``, ``or``, ``not`` and ``all`` cannot do this, so a
+    If one part is not resolved, so is the whole, unless the other part decides it: a false part decides ``&``, and a
+    true part decides ``|`` (Kleene's three-valued logic). ``and``, ``or``, ``not`` and ``all`` cannot do this, so a
     finding has no truth value.
 
     Attributes:
-        held: None where noise does not let one say.
-        figures: what was compared.
+        held: whether the statement held; None if noise prevents a conclusion.
+        figures: the figures that were compared.
 
     Example:
         >>> (Finding(True, ("0.2 ± 0.1",)) & Finding(None, ("0.5 ± 1",))).held is None
@@ -88,29 +89,29 @@ class Finding:
 
 
 def every(findings: Iterable[Finding | bool]) -> Finding:
-    """All of them: held where each is, not held where one is not."""
+    """Return the conjunction: it held if every finding held, and did not if one did not."""
     return functools.reduce(Finding.__and__, findings, Finding(True))
 
 
 def some(findings: Iterable[Finding | bool]) -> Finding:
-    """At least one of them: held where one is, not held where none is."""
+    """Return the disjunction: it held if one finding held, and did not if none did."""
     return functools.reduce(Finding.__or__, findings, Finding(False))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What a row's score differs by from another's; :func:`difference` makes it.
+    """The difference between the scores of two rows, made by :func:`difference`.
 
     Attributes:
-        names: of the two rows.
-        scores: the mean of each, over the seeds that both have; None where one diverged.
-        mean: of the paired differences, first − second; ± inf where one of them diverged, NaN where both did.
-        margin: half of the interval at 95 %; None where the noise is unknown.
-        seeds: that both rows have.
-        higher_is_better: whether more of the score is better.
+        names: names of the two rows.
+        scores: each row's mean over the seeds that both have; None if the row diverged.
+        mean: mean of the paired differences, first − second; ± inf if one row diverged, NaN if both did.
+        margin: half of the 95 % interval; None if the noise is unknown.
+        seeds: the seeds that both rows have.
+        higher_is_better: whether a higher score is better.
         relative: whether the difference is a share of the second row's score.
-        of: what the pairs are of, in words, where that is not seeds.
-        without: what is said of a row that has no score.
+        of: what the pairs are, in words, if they are not seeds.
+        without: text for a row that has no score.
     """
 
     names: tuple[str, str]
@@ -124,23 +125,23 @@ class Difference:
     without: str = "diverged"
 
     def no_worse(self, by: float = 0.0) -> Finding:
-        """Whether the first row is worse than the second by no more than ``by``."""
+        """Return whether the first row is worse than the second by no more than ``by``."""
         return self._found(lambda worse, margin: _at_most(worse, margin, by))
 
     def worse(self, by: float = 0.0) -> Finding:
-        """Whether it is worse by more than ``by``."""
+        """Return whether the first row is worse than the second by more than ``by``."""
         return ~self.no_worse(by)
 
     def better(self, by: float = 0.0) -> Finding:
-        """Whether it is better by more than ``by``."""
+        """Return whether the first row is better than the second by more than ``by``."""
         return ~self._found(lambda worse, margin: _at_most(-worse, margin, by))
 
     def within(self, by: float) -> Finding:
-        """Whether it is neither worse nor better by more than ``by``."""
+        """Return whether the first row is neither worse nor better than the second by more than ``by``."""
         return self.no_worse(by) & ~self.better(by)
 
     def figure(self) -> str:
-        """The difference and its margin: ``-0.36 ± 0.50``, or in per cent."""
+        """Format the difference and its margin: ``-0.36 ± 0.50``, or in per cent."""
         if not math.isfinite(self.mean):
             return self.without
         unit = 100.0 if self.relative else 1.0
@@ -149,7 +150,7 @@ class Difference:
         return f"{unit * self.mean:+.2f}{sign}{margin}"
 
     def said(self) -> str:
-        """Both scores, the difference, and what it is of."""
+        """Format both scores, the difference, and the seeds or other pairs that it is taken over."""
         means = ", ".join(
             f"{name} {self.without if score is None else format(score, '.2f')}"
             for name, score in zip(self.names, self.scores, strict=True)
@@ -164,21 +165,21 @@ class Difference:
 
 @dataclass(frozen=True)
 class Spread:
-    """The standard deviation of a paired difference, found from several rows, and its degrees of freedom."""
+    """The standard deviation of a paired difference, estimated from several rows, and its degrees of freedom."""
 
     std: float
     degrees: int
 
 
 def in_blocks(rows: Iterable[Mapping[int, float | None]], seeds: Sequence[int]) -> Spread | None:
-    """How far chance takes the difference of two rows of one seed, by all rows that have these seeds.
+    """Estimate how far chance moves the difference of two rows of one seed, from all rows that have these seeds.
 
     Args:
-        rows: seed → score, of each row of a table; those that lack a seed or diverged are left out.
-        seeds: of the pairs.
+        rows: seed → score, for each row of a table; rows that lack a seed or diverged are left out.
+        seeds: seeds of the pairs.
 
     Returns:
-        None of fewer than three rows: what is left then is the difference's own spread.
+        The spread; None with fewer than three rows, because it would be the spread of the difference itself.
 
     Example:
         >>> in_blocks([{0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0}, {0: 6.0, 1: 7.0}], (0, 1))
@@ -209,15 +210,16 @@ def difference(
     together: Callable[[Sequence[int]], Spread | None] = lambda _: None,
     relative: bool = False,
 ) -> Difference:
-    """How far one row's scores are from another's, over the seeds that both have.
+    """Compare one row's scores with another's, over the seeds that both have.
 
     Args:
-        first: seed → score; None where the row diverged.
-        second: the same.
-        names: of the two.
-        higher_is_better: whether more of the score is better.
-        dense: scores of rows without compression, one per seed: their spread is the noise where there is one pair.
-        together: gets two seeds, where these are all, and says the spread of a difference by the table's rows.
+        first: seed → score of the first row; None where it diverged.
+        second: the same for the second row.
+        names: names of the two rows.
+        higher_is_better: whether a higher score is better.
+        dense: scores of rows without compression, one per seed. Their spread is the noise if there is only one pair.
+        together: called with the seeds if there are exactly two; returns the spread of a difference, estimated from the
+            table's rows.
         relative: take each difference as a share of the second row's score.
 
     Raises:

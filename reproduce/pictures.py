@@ -1,8 +1,8 @@
-"""Bars for the beginning of a page, as SVG: one file for light pages and one for dark ones.
+"""Draw bars for the top of a page as SVG: one file for light pages and one for dark ones.
 
-Everything that is drawn is in the text of the file, so that a picture can be compared with the record that it shows. No
-font is embedded or fetched: the reader's own is used, and lengths of text are left room for that. A picture is 600
-pixels wide, and still legible at 400.
+The file contains everything that it shows as text, so that a picture can be compared with its record. No font is
+embedded or fetched: the reader's own font is used, so there is room for texts of other widths. A picture is 600 pixels
+wide, and still legible at 400.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from narrowband.files import write_text
 
 __all__ = ["THEMES", "Bar", "Panel", "drawn", "embedded", "write"]
 
-#: Theme → colours of text, of lesser text, of the ground under a bar, of a bar, and of a bar that the page is about.
+#: Theme → colours of text, secondary text, the background of a bar, a bar, and a bar that the page is about.
 THEMES = {
     "light": ("#1f2937", "#5b6472", "#e8ebef", "#9aa5b4", "#00796b"),
     "dark": ("#e7eaee", "#a7b0bd", "#353b47", "#76808f", "#2dd4bf"),
@@ -24,20 +24,20 @@ THEMES = {
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
-#: Pixels: of the picture, of the gap between two panels, of a panel's heading, of a bar with its label, of a bar alone.
+#: In pixels: width of the picture, gap between two panels; heights of a heading, of a bar with label, of a bar alone.
 _WIDTH, _GAP, _HEADING, _PITCH, _THICK = 600, 36, 58, 46, 11
 _PANEL = (_WIDTH - _GAP) / 2
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One of a panel's.
+    """A bar of a panel.
 
     Attributes:
-        label: what it is of.
-        value: its length; None where there is none to show.
-        said: the value as people read it.
-        strong: whether the page is about this one.
+        label: what the bar stands for.
+        value: the bar's length; None if there is none to show.
+        said: the value as text.
+        strong: whether the page is about this bar.
     """
 
     label: str
@@ -61,12 +61,12 @@ class Panel:
     bars: Sequence[Bar]
 
     def text(self) -> str:
-        """All of it in a sentence, for those who cannot see it."""
+        """Describe the panel in a sentence, for readers who cannot see it."""
         return f"{self.title} ({self.note}): {'; '.join(f'{bar.label}: {bar.said}' for bar in self.bars)}."
 
 
 def drawn(panels: Sequence[Panel], theme: str) -> str:
-    """Panels two by two, as an SVG file.
+    """Draw panels, two per row, and return the text of the SVG file.
 
     Args:
         panels: at least one.
@@ -112,17 +112,17 @@ def _panel(panel: Panel, left: float, top: float, colours: Sequence[str]) -> Ite
 
 
 def write(panels: Sequence[Panel], path: Path) -> None:
-    """Draw for every theme: ``path`` with ``-light.svg`` and ``-dark.svg`` behind it."""
+    """Draw the panels in every theme, to ``path`` with ``-light.svg`` and ``-dark.svg`` appended."""
     for theme in THEMES:
         write_text(path.with_name(f"{path.name}-{theme}.svg"), drawn(panels, theme))
 
 
 def embedded(panels: Sequence[Panel], place: str) -> str:
-    """A line of a page of documentation, which shows the picture of the reader's theme.
+    """Return a line for a page of the documentation that shows the picture in the reader's theme.
 
     Args:
-        panels: in the picture.
-        place: as in :func:`write`, from the page.
+        panels: the panels of the picture.
+        place: the path given to :func:`write`, relative to the page.
     """
     alt = " ".join(panel.text() for panel in panels).replace("[", "(").replace("]", ")")
     alts = {theme: alt if theme == "light" else "The same for a dark page." for theme in THEMES}

@@ -1,16 +1,16 @@
 """PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727), on CIFAR-10 and on bytes of English.
 
-The paper sends two thin factors of every gradient matrix, found by one round of power iteration that goes on from step
-to step, with error feedback, and finds accuracy on par with SGD from rank 2 on for a residual network, and from rank 4
-on for a language model.
+The paper sends two thin factors of every gradient matrix, with error feedback. The factors come from one round of power
+iteration per step, which starts from the factors of the step before. Accuracy is on par with SGD from rank 2 on for a
+residual network, and from rank 4 on for a language model.
 
 Run ``python -m reproduce.powersgd`` (an hour and a half on two cores), ``--long`` (with rank 1, half an hour more),
 ``--quick`` (seconds), ``--help``.
 
 Differences from the paper: smaller networks (ResNet-8, a GPT of 0.9 million parameters instead of an LSTM), four ranks,
-few epochs. The GPT has AdamW where the paper's LSTM has SGD: with error feedback a gradient arrives late and in one
-piece, which AdamW's running sizes of gradients do not expect. It reads bytes of WikiText-2's validation split and is
-judged on its test split.
+few epochs. The GPT is trained with AdamW, where the paper's LSTM has SGD: with error feedback a gradient arrives late
+and in one piece, which AdamW's running sizes of gradients do not expect. It reads bytes of WikiText-2's validation
+split and is evaluated on its test split.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONG_RANKS = (1,)
 _CIFAR = Row("cifar", DENSE, "none", epochs=10, lr=0.1, batch=128, weight_decay=1e-4, schedule="steps")
 _GPT = Row("gpt", DENSE, "none", optimizer="adamw", epochs=3, lr=2e-3, batch=32, weight_decay=0.01, clip=1.0)
 
-#: Accuracy that counts as kept, in points, and perplexity.
+#: Largest loss of quality that counts as none: of accuracy in points, and of perplexity.
 _POINTS_KEPT = 0.5
 _PERPLEXITY_KEPT = 0.02
 
@@ -78,7 +78,7 @@ def _panels(found: Sequence[Group]) -> list[Panel]:
 
 
 def _ran(found: Sequence[Group]) -> str:
-    """What was run, by the rows that are there."""
+    """Say what was run, according to the rows that are present."""
     ranks = [str(rank) for rank in sorted((*_RANKS, *_LONG_RANKS)) if named(found, "cifar", f"rank {rank}")]
     listed = " and ".join(part for part in (", ".join(ranks[:-1]), *ranks[-1:]) if part)
     return (

@@ -1,4 +1,4 @@
-"""The page of predicted steps beside measured ones, from the record of ``narrowband bench plan``.
+"""Write the page of predicted and measured step times, from the record of ``narrowband bench plan``.
 
 Nothing is measured here; ``benchmarks/README.md`` has the command.
 """
@@ -23,25 +23,25 @@ __all__ = ["claims", "page", "record"]
 
 _RECORD = Path(__file__).parent.parent / "benchmarks" / "results" / "plan.json"
 
-#: How far predictions may be off, in the median and at most.
+#: Largest allowed error of predictions: of the median, and of each.
 _MEDIAN, _WORST = 0.10, 0.25
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def record() -> dict[str, Any]:
-    """What was predicted and measured."""
+    """Return the record of what was predicted and measured."""
     found: dict[str, Any] = json.loads(_RECORD.read_text())
     return found
 
 
 def _off(rows: Rows, key: str = "error") -> list[float]:
-    """How far predictions are off, as shares of what was measured, the least first."""
+    """Return the errors of predictions as shares of the measured values, in ascending order."""
     return sorted(abs(row[key]) for row in rows if row[key] is not None)
 
 
 def _cases(rows: Rows) -> dict[tuple[int, str], Rows]:
-    """Ranks and rate → the rows of these."""
+    """Group rows by number of ranks and rate."""
     cases = dict.fromkeys((row["nodes"], row["rate"]) for row in rows)
     return {case: [row for row in rows if (row["nodes"], row["rate"]) == case] for case in cases}
 
@@ -51,7 +51,7 @@ def _link(rate: str) -> str:
 
 
 def claims(found: Mapping[str, Any]) -> Iterator[Claim]:
-    """What became of the claims about predictions."""
+    """Yield the claims about predictions, and whether they held."""
     off = _off(found["rows"])
     median, worst = statistics.median(off), max(found["rows"], key=lambda row: abs(row["error"] or 0.0))
     yield claimed(
@@ -148,7 +148,7 @@ def page(found: Mapping[str, Any], path: Path) -> None:
 
     Args:
         found: see :func:`record`.
-        path: of the page.
+        path: where to write the page.
     """
     held = list(claims(found))
     lines = [

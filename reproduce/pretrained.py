@@ -1,8 +1,8 @@
-"""A model that has read one text before it is fine-tuned on another: what stands here for a model of the hub.
+"""Pre-train a model on one text before it is fine-tuned on another. It stands in for a model from a hub.
 
-Every row of one seed begins with the same model, to the bit: it is trained once, in a random state of its own, and kept
-in the cache folder under a name that holds all it depends on. Processes that want it at the same time wait for the
-first.
+Every row of one seed begins with the same model, to the bit. The model is trained once, with a random state of its own,
+and kept in the cache folder under a name that holds everything it depends on. Processes that need it at the same time
+wait for the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["PRETRAINING", "Pretraining", "pretrained"]
 
 @dataclass(frozen=True)
 class Pretraining:
-    """How the first text is read: AdamW, with a learning rate that rises and then falls along a cosine to zero."""
+    """Settings of pre-training: AdamW, with a learning rate that rises and then falls along a cosine to zero."""
 
     epochs: int = 4
     batch: int = 32
@@ -40,7 +40,7 @@ class Pretraining:
     clip: float = 1.0
 
     def words(self) -> str:
-        """For the pages of results."""
+        """Describe the settings, for the pages of results."""
         one, two = self.betas
         return (
             f"{self.epochs} epochs of AdamW, β₁ {one:g}, β₂ {two:g}, whose learning rate rises to {self.lr:g} over "
@@ -49,7 +49,7 @@ class Pretraining:
         )
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         rising = max(1, round(self.rises * steps))
         if step < rising:
             return self.lr * (step + 1) / rising
@@ -60,7 +60,7 @@ PRETRAINING = Pretraining()
 
 
 class Reading(Protocol):
-    """What is needed of a task of one process."""
+    """The part of a task of one process that pre-training needs."""
 
     seed: int
 
@@ -69,22 +69,22 @@ class Reading(Protocol):
         """Steps of an epoch."""
 
     def model(self) -> nn.Module:
-        """A new model, from torch's global generator."""
+        """Return a new model, initialized from torch's global generator."""
 
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets, step by step."""
+        """Yield inputs and targets, step by step."""
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """The mean loss of a batch."""
+        """Return the mean loss of a batch."""
 
 
 def pretrained(task: Reading, digest: str, how: Pretraining = PRETRAINING) -> nn.Module:
-    """The task's model after it has read the task's text, for the task's seed.
+    """Return the task's model for the task's seed, pre-trained on the task's text.
 
     Args:
-        task: of one process, with ``how``'s batch.
-        digest: of what the task reads.
-        how: it is read.
+        task: a task of one process, with the batch of ``how``.
+        digest: digest of the data that the task reads.
+        how: settings of pre-training.
     """
     identity = {"how": asdict(how), "seed": task.seed, "text": digest, "steps": task.steps, "versions": versions()}
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -97,7 +97,7 @@ def pretrained(task: Reading, digest: str, how: Pretraining = PRETRAINING) -> nn
             model.load_state_dict(torch.load(place, weights_only=True))
         else:
             _read(model, task, how)
-            with whole(place) as kept:  # others may want it at once
+            with whole(place) as kept:  # other processes may read the file at any time
                 torch.save(model.state_dict(), kept)
     return model
 
@@ -119,7 +119,7 @@ def _read(model: nn.Module, task: Reading, how: Pretraining) -> None:
 
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """No other process is here at the same time."""
+    """Let only one process at a time into this context."""
     with place.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""What is shown of groups and claims: tables, and the pages of results."""
+"""Show groups and claims: as tables, and as the pages of results."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def _optional(form: Callable[[float], str], value: float | None) -> str:
     return NOTHING if value is None else form(value)
 
 
-#: A heading, and what the column says of a line's subject: of a group, unless a layout shows something else.
+#: A heading, and a function from a line's subject to the text of its cell. Subjects are groups, unless a layout shows
+#: something else.
 Column = tuple[str, Callable[[Any], str]]
 
-#: What a table says of a row, unless it has others to say.
+#: Columns of a table that has no columns of its own.
 COLUMNS: tuple[Column, ...] = (
     ("row", lambda group: group.name),
     ("score", Group.score),
@@ -68,7 +69,7 @@ COLUMNS: tuple[Column, ...] = (
     ("step", lambda group: format_seconds(group.step_s)),
 )
 
-#: Words of a table, and what they mean: columns, mostly.
+#: Words of a table, mostly headings, and what they mean.
 Legend = Sequence[tuple[str, str]]
 
 SCORE = ("score", "mean ± standard deviation over seeds; without ±, of one seed")
@@ -112,7 +113,7 @@ def _caption(title: str, own: Sequence[Group]) -> str:
 
 
 def seeded(seeds: Sequence[int]) -> str:
-    """Seeds in words: ``seed 0``, or ``seeds 0, 1, 2``."""
+    """Return seeds in words: ``seed 0``, or ``seeds 0, 1, 2``."""
     return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
 
 
@@ -120,7 +121,7 @@ _ALL = "- All rows: "
 
 
 def _settings(own: Sequence[Any]) -> list[str]:
-    """What all lines of a table were trained with, and which had what beside that; nothing of lines without any."""
+    """List the settings that all lines share, and then the others with their lines; empty if a line has no settings."""
     if not all(getattr(line, "settings", None) for line in own):
         return []
     specs = [{"spec": f"`{line.spec}`"} if hasattr(line, "spec") else {} for line in own]
@@ -142,15 +143,15 @@ def _settings(own: Sequence[Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How results are shown: groups, or whatever else a module has found.
+    """How results (groups, or whatever else a module has found) are shown.
 
     Attributes:
-        tables: puts them into tables, each with the key of its title.
-        columns: of the table with that key.
-        legend: what columns mean, and other words of the tables.
-        caption: of a table with that title and those lines.
-        notes: what a page lists below the table, beside settings.
-        pictures: that a page shows below the table with that key: a file's name, and what there is to see.
+        tables: divides results into tables; returns pairs of the key of a table's title and its lines.
+        columns: key → columns of that table.
+        legend: meanings of columns and of other words in the tables.
+        caption: title and lines → caption of that table.
+        notes: lines → what a page lists below the table, beside settings.
+        pictures: key → pictures that a page shows below that table: pairs of a file's name and a description.
     """
 
     tables: Callable[[Sequence[Any]], Iterable[tuple[str, list[Any]]]] = _per_task
@@ -166,7 +167,7 @@ PER_TASK = Layout()
 
 
 def table(found: Sequence[Any], titles: dict[str, str], layout: Layout = PER_TASK) -> Iterator[Table]:
-    """Tables for the terminal; a table per task and number of epochs, unless the layout has others."""
+    """Yield tables for the terminal: one per task and number of epochs, unless the layout divides results otherwise."""
     for key, own in layout.tables(found):
         columns = layout.columns(key)
         drawn = Table(
@@ -182,12 +183,12 @@ def table(found: Sequence[Any], titles: dict[str, str], layout: Layout = PER_TAS
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-#: What bars are called, the groups that they are of, and whether these are what the page is about.
+#: For each bar: its label, its group, and whether the page is about this group.
 Shown = Sequence[tuple[str, Group, bool]]
 
 
 def sent_panel(title: str, shown: Shown) -> Panel:
-    """What a rank sends in a step of the last epoch."""
+    """Return a panel of what a rank sends in a step of the last epoch."""
     return Panel(
         title,
         "sent per step and rank",
@@ -199,7 +200,7 @@ def sent_panel(title: str, shown: Shown) -> Panel:
 
 
 def score_panel(title: str, shown: Shown) -> Panel:
-    """How good models became, with the seeds that all of them have: bars side by side are of the same seeds."""
+    """Return a panel of final scores, over the seeds that all groups have, so that bars are comparable."""
     first = shown[0][1]
     better = "higher" if first.higher_is_better else "lower"
     common = [seed for seed in first.seeds if all(seed in group.seeds for _, group, _ in shown)]
@@ -217,18 +218,18 @@ def score_panel(title: str, shown: Shown) -> Panel:
 
 @dataclass(frozen=True)
 class Opening:
-    """How a page begins, for those who read no further: three short paragraphs, and a picture.
+    """The top of a page, for those who read no further: three short paragraphs, and a picture.
 
     Attributes:
-        title: of the page.
-        says: what is asked, and what the paper says to it.
-        ran: what was run here; or gets what a page shows, and says it of what is there.
-        found: gets what a page shows, and says what came of it, with two or three figures; raises LookupError where
-            what is shown is not enough.
-        panels: gets the same; what is drawn of it.
-        departs: where what was run is not what the paper has, each in a sentence.
-        covers: the paper's tables and figures, each with where on the page it is, or why it is not; or gets what a page
-            shows, and returns them.
+        title: title of the page.
+        says: the question, and the paper's answer.
+        ran: what was run here; or a function that returns it from the results that the page shows.
+        found: function from the results that the page shows to a conclusion with two or three figures. Raises
+            LookupError if the results are not enough for one.
+        panels: function from the same results to the panels of the picture.
+        departs: differences between what was run and the paper, one sentence each.
+        covers: the paper's tables and figures, each with its place on the page or the reason why it is missing; or a
+            function that returns them from the results that the page shows.
     """
 
     title: str
@@ -240,7 +241,7 @@ class Opening:
     departs: Sequence[str] = ()
 
 
-#: The picture at the beginning of a page, in the folder of its pictures.
+#: Name of the opening's picture, in the folder of a page's pictures.
 _PICTURE = "opening"
 _LINKS = (
     (re.compile(r"arXiv (\d{4}\.\d{5})"), "https://arxiv.org/abs/"),
@@ -249,19 +250,19 @@ _LINKS = (
 
 
 def pictures_of(page: Path) -> Path:
-    """The folder of a page's pictures."""
+    """Return the folder of a page's pictures."""
     return page.parent / "pictures" / page.stem
 
 
 def beginning(found: Any, claims: Sequence[Claim], opening: Opening, *, paper: str, page: str) -> list[str]:
-    """The first lines of a page: title, source, conclusion, picture, and what became of the claims.
+    """Return the first lines of a page: title, source, conclusion, picture, and how many claims held.
 
     Args:
-        found: what the opening speaks of.
-        claims: and what became of them.
-        opening: how to begin.
-        paper: authors, title, arXiv id; or what else the figures are about.
-        page: name of the page's file, without the ending.
+        found: results that the opening describes.
+        claims: claims with their verdicts.
+        opening: how the page begins.
+        paper: authors, title, arXiv id; or another source of the figures.
+        page: name of the page's file, without its extension.
     """
     for pattern, place in _LINKS:
         paper = pattern.sub(rf"[\g<0>]({place}\g<1>)", paper)
@@ -275,7 +276,7 @@ def beginning(found: Any, claims: Sequence[Claim], opening: Opening, *, paper: s
         f"**What was run.** {opening.ran if isinstance(opening.ran, str) else opening.ran(found)}",
         "",
     ]
-    with contextlib.suppress(LookupError):  # rows that the conclusion is about may be left out of a run
+    with contextlib.suppress(LookupError):  # a run may have left out rows that the conclusion needs
         tested = f" {summed(claims)} ([each, with its figures](#claims))." if claims else ""
         lines += [f"**What came out.** {opening.found(found)}{tested}", ""]
         lines += [embedded(opening.panels(found), f"pictures/{page}/{_PICTURE}"), ""]
@@ -295,26 +296,26 @@ def markdown(
     record: dict[str, Any],
     commits: Sequence[str],
 ) -> str:
-    """A conclusion, the claims, and the same tables as a page of documentation.
+    """Return a page of the documentation: a conclusion, the claims, and the same tables as in the terminal.
 
     Args:
-        found: rows, put together, or whatever else the layout shows.
-        titles: of each table.
-        claims: and what became of them.
-        layout: how to show them.
+        found: groups, or whatever else the layout shows.
+        titles: key → title of a table.
+        claims: claims with their verdicts.
+        layout: how to show the results.
         opening: how the page begins.
         paper: authors, title, arXiv id; or another heading.
-        page: name of the page's file, without the ending.
-        pictures: names of those in the page's folder, beside that of the opening.
-        record: what :func:`narrowband.report.record.provenance` says.
-        commits: those at which rows were trained.
+        page: name of the page's file, without its extension.
+        pictures: names of the pictures in the page's folder, without that of the opening.
+        record: what :func:`narrowband.report.record.provenance` returns.
+        commits: commits at which rows were trained.
     """
     lines = [*beginning(found, claims, opening, paper=paper, page=page), "## Tables", ""]
     lines += [*(f"- **{plain(word)}**: {meaning}" for word, meaning in layout.legend), ""]
     tables_, before = list(layout.tables(found)), set[str]()
     for key, own in tables_:
         columns = layout.columns(key)
-        twice = sum(key == other for other, _ in tables_) > 1  # a task that was trained for longer, too
+        twice = sum(key == other for other, _ in tables_) > 1  # some rows of the task were trained for longer
         length = f", {counted(own[0].epochs, 'epoch')}" if twice else ""
         about = layout.caption(titles[key], own).removeprefix(titles[key]).lstrip(",;: ")
         lines += [f"### {titles[key]}{length}", "", *([f"{_sentence(about)}.", ""] if about else [])]
@@ -338,7 +339,7 @@ def _sentence(said: str) -> str:
 
 
 def covered(found: Any, opening: Opening) -> list[str]:
-    """Where this departs from the paper, and what became of its tables and figures; nothing that the opening lacks."""
+    """Return sections on differences from the paper and on its tables and figures, as far as the opening has them."""
     covers = opening.covers(found) if callable(opening.covers) else opening.covers
     told = [f"- {what}: {where}" for what, where in covers]
     departs = [f"- {each}" for each in opening.departs]
@@ -349,19 +350,19 @@ def covered(found: Any, opening: Opening) -> list[str]:
 
 
 def cpus_of(record: Mapping[str, Any]) -> list[str]:
-    """The processors that rows of a record ran on: where it does not name them, the one that it was written on."""
+    """Return the processors that a record's rows ran on; if it names none, the one that the record was written on."""
     cpus: list[str] = record.get("cpus") or [str(record["machine"]["cpu"])]
     return cpus
 
 
 def ran_on(rows: Iterable[Mapping[str, Any]], summary: Path) -> list[str]:
-    """The processors that rows ran on, as far as anyone knows.
+    """Return the processors that rows ran on, as far as known.
 
     Args:
-        rows: each says its ``cpu``; those of a time when they did not are taken to be of the processors that an earlier
-            summary tells of.
-        summary: that summary, if it is there. It is about to be written over, so these processors are also kept if such
-            a row lies beside it and is not among ``rows`` this time.
+        rows: each has its ``cpu``, but for rows from before it was recorded. Those are assumed to have run on the
+            processors that the earlier summary names.
+        summary: path of the earlier summary, which may not exist. It is about to be overwritten, so its processors are
+            also kept if a row without ``cpu`` lies beside it, even one that is not among ``rows`` this time.
     """
     own = [row.get("cpu") for row in rows]
     found = {cpu for cpu in own if cpu is not None}
@@ -372,8 +373,8 @@ def ran_on(rows: Iterable[Mapping[str, Any]], summary: Path) -> list[str]:
 
 
 def source(record: dict[str, Any], commits: Sequence[str]) -> str:
-    """Where figures come from: command, machines, commits, and the record's ``data`` and ``took`` if it has any, as
-    :func:`reproduce.data.about` and :func:`reproduce.command.took` say it.
+    """Say where figures come from: command, machines, commits, and, if the record has them, ``data`` and ``took`` as
+    returned by :func:`reproduce.data.about` and :func:`reproduce.command.took`.
     """
     machine, versions = record["machine"], record["versions"]
     where = f"{machine['cores']} cores ({' and '.join(cpus_of(record))}), PyTorch {versions['torch']}"
@@ -389,13 +390,13 @@ def write_page(path: Path, text: Callable[[Collection[str]], str], found: Any, o
     """Write a page and its opening's picture.
 
     Args:
-        path: of the page.
-        text: gets the names of other pictures that are there, and returns the page.
-        found: what the opening speaks of.
+        path: where to write the page.
+        text: function from the names of the other pictures that exist to the page.
+        found: results that the opening describes.
         opening: how the page begins.
     """
     folder = pictures_of(path)
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(LookupError):  # as on the page
+    with contextlib.suppress(LookupError):  # without a conclusion, as on the page
         write(opening.panels(found), folder / _PICTURE)
     write_text(path, text({place.name for place in folder.iterdir()}))

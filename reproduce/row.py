@@ -1,7 +1,7 @@
-"""What one training run is: everything that it depends on, in words and numbers.
+"""The settings of a training run: everything that its result depends on.
 
-A finished row is kept under a name that holds all of it (:func:`key`), so that a run that was stopped goes on from
-there, and a row that was changed is trained anew.
+A finished row is kept under a name that depends on all settings (:func:`key`). So a run that was stopped resumes with
+the next row, and a row whose settings changed is trained again.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ __all__ = [
     "resolved",
 ]
 
-#: Share of steps over which the learning rate rises; then it falls.
+#: Share of steps over which the learning rate rises, before it falls.
 WARM_UP = 0.05
 
-#: Shares of steps after which a schedule of steps divides the learning rate by ten.
+#: Shares of steps after which the schedule ``steps`` divides the learning rate by ten.
 DROPS = (0.5, 0.8)
 
-#: AdamW's second beta, where a row has none of its own.
+#: AdamW's second beta, unless a row sets it.
 BETA2 = 0.999
 
-#: AdamW's learning rate for what Muon leaves to it.
+#: AdamW's learning rate for parameters that Muon leaves to AdamW.
 MUON_ADAMW_LR = 3e-3
 
 #: Points per epoch of the curve of training losses.
 CURVE_POINTS = 10
 
-#: What a task reads.
+#: Task → files that it reads.
 _FILES = {
     "cifar": ("cifar10/train.parquet", "cifar10/test.parquet"),
     "lstm": ("tinyshakespeare/input.txt",),
@@ -67,62 +67,64 @@ Schedule: TypeAlias = Literal["cosine", "steps", "half-cosine"]
 
 @dataclass(frozen=True)
 class Row:
-    """One training run.
+    """Settings of one training run.
 
     Attributes:
         task: cifar, lstm, shakespeare, gpt, tuned or vit.
-        name: what the row is called in tables.
-        spec: for ``nb.compress_gradients``, or for ``nb.compress_updates`` where ``updates`` says so. ``{warmup}`` in
-            it becomes the steps of ``warmup_epochs``.
+        name: name of the row in tables.
+        spec: for ``nb.compress_gradients``, or for ``nb.compress_updates`` if ``updates`` is set. ``{warmup}`` in it
+            becomes the number of steps in ``warmup_epochs``.
         seed: of parameters, order of samples and codecs.
-        optimizer: ``sgd`` and ``adamw`` are PyTorch's, and work on averages; with ``dgc``, which is ``nb.DGCSGD``,
-            momentum is the compression's. ``muon`` is PyTorch's Muon for the matrices of blocks, with AdamW at
+        optimizer: ``sgd`` and ``adamw`` are PyTorch's, and work on averages. ``dgc`` is ``nb.DGCSGD``, whose momentum
+            is part of the compression. ``muon`` is PyTorch's Muon for the matrices of blocks, with AdamW at
             :data:`MUON_ADAMW_LR` for the rest.
         epochs: passes over the data.
-        lr: learning rate at its peak.
-        batch: global.
+        lr: peak learning rate.
+        batch: global batch size.
         momentum: of SGD and Muon; AdamW's first beta.
         beta2: AdamW's second beta.
-        nesterov: whether it is Nesterov's.
+        nesterov: whether to use Nesterov momentum.
         weight_decay: of all parameters.
-        clip: norm above which averaged gradients are scaled down to it, or each rank's own where these are not
+        clip: norm above which averaged gradients are scaled down to it, or each rank's own gradients if they are not
             averaged; None: never. A spec can clip before sending.
-        warmup_epochs: epochs of warm-up of the compression.
+        warmup_epochs: epochs in which the compression warms up.
         min_numel: tensors with fewer elements are small, as are biases and norms.
-        small: whether these travel dense, or together as one compressed vector, or as one by a codec of their own.
+        small: how small tensors travel: uncompressed, together as one vector that is compressed like a layer, or as one
+            vector with a codec of their own.
         depth: of the ResNet.
-        width: of the GPT of shakespeare and gpt; 0: as the task has it.
-        limit: use no more samples than this; None: all.
-        policy: what plans for every layer, once an epoch, with ``spec`` as its reference (see :func:`policy_of`);
-            empty: nothing.
-        high: for Accordion, the spec of much compression.
-        choices: for L-GreCo and k-means, the specs that layers may get, with spaces between; empty: those around
+        width: of the GPT of shakespeare and gpt; 0: the task's width.
+        limit: use at most this many samples; None: all.
+        policy: policy that plans for every layer, once an epoch, with ``spec`` as its reference (see
+            :func:`policy_of`); empty: none.
+        high: for Accordion, the spec of the high compression level.
+        choices: for L-GreCo and k-means, the specs that layers may get, separated by spaces; empty: those around
             ``spec`` that the paper searches.
-        delay: share of the steps before compression begins, in which everything travels uncompressed; the policy
-            decides first at their end. Needs a policy; ``uniform`` is one.
-        plan: what layers have from the first step on, as JSON: layer → spec; empty: what the row says of all.
-        schedule: how the learning rate falls: after a rise along a cosine to zero, or to a tenth after half of the
-            steps and again after four fifths; or from the first step on along a cosine that takes twice as long as
-            training, to half of its peak.
-        forward: what activations are compressed with at the boundaries of four stages; empty: there are none.
-        backward: the same for their gradients.
-        activations: what backward keeps of activations: an ``nb.ActivationPolicy`` as JSON (its ``to_dict``); empty:
-            nobody looks.
-        trace: whether the result has how the policy's estimates of ranges went.
+        delay: share of steps before compression begins. Until then everything travels uncompressed; the policy decides
+            first at their end. Needs a policy, such as ``uniform``.
+        plan: specs of layers from the first step on, as JSON: layer → spec; empty: the row's spec for all layers.
+        schedule: how the learning rate falls. ``cosine``: after its rise, along a cosine to zero. ``steps``: after its
+            rise, to a tenth after half of the steps, and again after four fifths. ``half-cosine``: from the first step
+            on, along a cosine twice as long as training, to half of its peak.
+        forward: codec for activations at the boundaries of four stages; empty: there are no boundaries.
+        backward: the same for the activations' gradients.
+        activations: how activations are kept for backward: an ``nb.ActivationPolicy`` as JSON (its ``to_dict``); empty:
+            as PyTorch keeps them, without counting them.
+        trace: whether the result has the policy's estimates of ranges over training.
         amp: whether forward and the loss run under bfloat16 autocast. Scores are in float32.
-        updates: ranks step by themselves, and their updates are averaged after every so many steps; 0: gradients are.
-        outer: what parameters do with the mean of updates: its length, such as ``1.5``, ``auto``, or ``nesterov``: an
-            outer SGD with the settings of DiLoCo.
-        fragments: parts of the model whose updates are averaged in turn.
-        overlap: steps that ranks take while one of them is on its way.
-        residuals: where those of updates wait: apart, or in each rank's own parameters.
-        isolated: each rank trains by itself on its share of the data, and sends nothing; the score is over all of
-            them, each on its share of what was held out.
-        shards: ranks that train one replica together, sharded by FSDP2; 1: each is a replica.
-        gathered: what FSDP2 gathers parameters with, where all ranks are one replica, however many ``shards`` says;
-            ``spec`` is then what it reduces gradients with. Empty: nothing is sharded in this way.
-        references: whether it is differences of parameters that are gathered (``nb.compress_shards``).
-        collective: how gradients travel; ``auto``: by what sends least.
+        updates: ranks step by themselves, and their updates are averaged after this many steps; 0: gradients are
+            averaged in every step.
+        outer: how the mean of updates is applied: with a step length such as ``1.5``, with ``auto``, or by
+            ``nesterov``, an outer SGD with the settings of DiLoCo.
+        fragments: number of parts of the model whose updates are averaged in turn.
+        overlap: steps that ranks take while updates are on their way.
+        residuals: where residuals of updates are kept: separately, or in each rank's own parameters.
+        isolated: each rank trains by itself on its share of the data, and sends nothing. The score is over all ranks,
+            each on its share of the held-out data.
+        shards: number of ranks that share one replica, sharded by FSDP2; 1: each rank is a replica.
+        gathered: codec with which FSDP2 gathers parameters. All ranks are then one replica, whatever ``shards`` is,
+            and ``spec`` is for reducing gradients. Empty: nothing is sharded in this way.
+        references: whether differences of parameters are gathered (``nb.compress_shards``).
+        collective: how gradients travel; ``auto``: by the collective that sends least.
     """
 
     task: str
@@ -189,7 +191,7 @@ class Row:
                 f"forward={self.forward!r} and backward={self.backward!r} go together; none is a spec, too"
             )
         if self.forward:
-            Channel(self.backward, forward=Channel(self.forward))  # checks both; a Boundary compiles its loops, too
+            Channel(self.backward, forward=Channel(self.forward))  # checks both; a Boundary also compiles its loops
         if self.activations:
             read_policy(self.activations)
         if self.forward and self.activations:
@@ -227,20 +229,20 @@ class Row:
 
     @property
     def alone(self) -> bool:
-        """Whether one process trains the row, with no ranks to send anything to."""
+        """Whether one process trains the row alone, without other ranks to send to."""
         return bool(self.forward or self.activations)
 
 
 def policy_of(row: Row, every: int, total: int) -> nb.Policy | None:
-    """What plans for the row every so many steps, if anything does.
+    """Return the policy that plans for the row; None if it has none.
 
     Args:
-        row: to be trained.
+        row: the row to train.
         every: steps between two decisions.
         total: steps of training, of which the row's ``delay`` is a share.
 
     Raises:
-        ValueError: a policy that does not exist, or one without the choices, the level or the density that it needs.
+        ValueError: the policy does not exist, or lacks the choices, the level or the density that it needs.
     """
     if not row.policy:
         return None
@@ -265,10 +267,10 @@ def policy_of(row: Row, every: int, total: int) -> nb.Policy | None:
 
 
 def outer_of(said: str) -> float | Literal["auto", "nesterov"]:
-    """The outer step of updates that a row says: ``nesterov``, ``auto``, or a length.
+    """Parse a row's outer step of updates: ``nesterov``, ``auto``, or a length.
 
     Raises:
-        ValueError: neither.
+        ValueError: it is none of these.
     """
     if said in ("auto", "nesterov"):
         return cast("Literal['auto', 'nesterov']", said)
@@ -279,7 +281,7 @@ def outer_of(said: str) -> float | Literal["auto", "nesterov"]:
 
 
 def _global_topk(spec: str, every: int, begins: int) -> nb.GlobalTopK:
-    """The density and the feedback that the spec says."""
+    """Return the policy with the density and the feedback of the spec."""
     codec, feedback = nb.compression(spec).codec, spec.partition("+")[2]
     if not isinstance(codec, TopK) or not feedback:
         raise ValueError(f"policy='global-topk' needs a spec such as topk:density=0.01+ef, not {spec!r}")
@@ -287,14 +289,14 @@ def _global_topk(spec: str, every: int, begins: int) -> nb.GlobalTopK:
 
 
 def key(row: Any, nodes: int, digest: str) -> str:
-    """A file name that changes with anything that changes the row: its fields, the ranks, the data, the versions.
+    """Return a file name that changes with everything a row depends on: its fields, the ranks, the data, the versions.
 
-    Fields that have their defaults do not count, so that there may be more of them one day.
+    Fields with their default values do not count, so that fields can be added later.
 
     Args:
         row: a dataclass that has a task, a name and a seed.
-        nodes: ranks that it takes.
-        digest: of its data.
+        nodes: number of ranks that train it.
+        digest: digest of its data.
     """
     told = {f.name: getattr(row, f.name) for f in fields(row) if getattr(row, f.name) != f.default}
     identity = {"row": told, "nodes": nodes, "data": digest, "curve": CURVE_POINTS, "versions": versions()}
@@ -304,10 +306,10 @@ def key(row: Any, nodes: int, digest: str) -> str:
 
 
 def files_of(task: str) -> tuple[str, ...]:
-    """The files of the data folder that a task reads."""
+    """Return the files of the data folder that a task reads."""
     return _FILES[task]
 
 
 def resolved(row: Row, steps: int) -> str:
-    """The row's spec with its warm-up in steps, of which an epoch has ``steps``."""
+    """Return the row's spec with its warm-up in steps; an epoch has ``steps``."""
     return row.spec.replace("{warmup}", str(row.warmup_epochs * steps))

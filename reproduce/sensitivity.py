@@ -1,35 +1,35 @@
 """Is the error of a gradient the right thing to budget? L-GreCo's metric against the loss (section 5.4 of its paper).
 
-L-GreCo (Alimohammadi et al. 2022, arXiv 2210.17357) spends a budget of errors: norms of what one encoding loses of each
-layer's gradient. What one cares about is the loss. So the paper takes checkpoints of a run without compression, and
-from each does short runs (up to 50 steps), always with the same data, in which one layer alone is compressed. How far
-that takes the loss from the run in which nothing is compressed is the other metric; it takes as long as training
-itself. The paper finds the two highly correlated (figure 11a), and plans made by either alike.
+L-GreCo (Alimohammadi et al. 2022, arXiv 2210.17357) budgets errors: the norm of what one encoding loses of each layer's
+gradient. The quantity of interest is the loss. The paper therefore measures a second metric: from checkpoints of a run
+without compression it does short runs (up to 50 steps), always with the same data, in which one layer alone is
+compressed. The metric is the change of the loss against a run without compression; measuring it takes as long as
+training itself. The paper finds the two metrics highly correlated (figure 11a), and plans made by either alike.
 
-Here a small GPT is trained on bytes of WikiText-2 until it knows more than how often bytes occur. From there all
-arithmetic is float64: parameters, gradients and losses; only a codec sees a gradient in float32, as codecs do. Of every
-layer and choice the metric is |Δ|, the magnitude of the difference of the held-out loss after the short run. A loss
-that falls by compression is a change like any other: a budget of the sum of signed differences would have it for free.
+Here a small GPT is trained on bytes of WikiText-2 until it knows more than the frequencies of bytes. From there on all
+arithmetic is float64: parameters, gradients and losses; only codecs get gradients in float32, as usual. For every layer
+and choice the metric is |Δ|, the magnitude of the change of the held-out loss after the short run. A lower loss counts
+as a change like a higher one: a budget for the sum of signed differences would give lower losses for free.
 
-What |Δ| is worth is measured, too, in three ways.
+The reliability of |Δ| is measured, too, in three ways.
 
 * **The floor.** Rounding one layer's gradients to float32 and nothing else changes the loss by 10⁻¹⁴ to 10⁻¹²: a codec
-  that lost nothing at all would do that. Cells at or below their layer's floor are no effect of compression; they are
+  without any loss would do the same. Cells at or below their layer's floor show no effect of compression; they are
   counted, and left out of the correlations. (A training run in float32 has a floor of 10⁻⁷ in its loss alone, which is
-  more than many choices do.)
+  more than many choices change it by.)
 * **The metric against itself.** Every cell is measured twice, with other data in the short run, other held-out windows
-  and other random numbers in codecs. The rank correlation of the two tables says how much of |Δ| is the choice and
-  not the draw; nothing correlates with a metric better than that allows.
-* **Seeds.** Three models, from other parameters and with other data. What is said of a correlation is its mean over
-  them and the interval that Student's t gives.
+  and other random numbers in codecs. The rank correlation of the two tables says how much of |Δ| is due to the choice
+  and not to the draw. It bounds the correlation of |Δ| with any other metric.
+* **Seeds.** There are three models, with other parameters and other data. A correlation is reported as its mean over
+  them, with the interval of Student's t.
 
-Everything is told with the head and without it, because the largest layer can make a correlation by itself.
+All results are reported with and without the head, because the largest layer can make a correlation by itself.
 
 Run ``python -m reproduce.sensitivity`` (a quarter of an hour on two cores), ``--quick`` (seconds), ``--help``.
 
-Differences from the paper: the model is small, and short runs take four steps, which float64 makes enough. They use
-plain SGD, whose steps are as long as the gradients are; from the last checkpoint they are done again with the AdamW
-that the model was trained with, which divides a layer's gradient by its usual size.
+Differences from the paper: the model is small, and short runs take four steps, which are enough in float64. They use
+plain SGD, whose steps are as long as the gradients are. From the last checkpoint they are repeated with the AdamW that
+the model was trained with, which divides a layer's gradient by its usual size.
 
 Shapes: R repeats, L layers, C choices, B windows, S bytes of a window.
 """
@@ -77,15 +77,15 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILIES", "Options", "ShortRun", "Unit", "claims", "main", "measure"]
 
-#: Family → its reference, and the choices around it.
+#: Family of codecs → its reference, and the choices around it.
 FAMILIES = {
     "qsgd": ("qsgd:bits=4", tuple(f"qsgd:bits={bits}" for bits in (2, 3, 4, 6, 8))),
     "top-k": ("topk:density=0.01", tuple(f"topk:density={density}" for density in (0.001, 0.003, 0.01, 0.03, 0.1))),
     "low rank": ("lowrank:rank=4", tuple(f"lowrank:rank={rank}" for rank in (1, 2, 4, 8, 16))),
 }
 
-#: Correlation, of ranks, from which on two metrics count as highly correlated; share of bytes within which two plans
-#: are alike.
+#: Rank correlation from which on two metrics count as highly correlated; share of bytes within which two plans count as
+#: alike.
 _HIGH = 0.7
 _ALIKE = 0.2
 
@@ -158,7 +158,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one process measures: a model at a checkpoint, with one optimizer in short runs."""
+    """A unit of work for one process: a model at a checkpoint, with one optimizer in short runs."""
 
     seed: int
     checkpoint: int
@@ -173,10 +173,10 @@ class ShortRun:
     """Short runs from a checkpoint, always with the same data, in float64.
 
     Args:
-        model: as it is at the checkpoint, in float64; it is left so.
-        optimizer: makes one for the parameters of a copy of the model, as it is at the checkpoint.
-        batches: of a run.
-        heldout: that the loss after a run is of.
+        model: the model at the checkpoint, in float64. It is not changed.
+        optimizer: makes the optimizer, in its state at the checkpoint, for a copy of the model.
+        batches: the batches of a run.
+        heldout: the batch on which the loss after a run is computed.
         seed: of codecs that draw random numbers.
         clip: norm at which gradients are clipped, after compression; None: never.
     """
@@ -194,7 +194,7 @@ class ShortRun:
         self.seed, self.clip = seed, clip
 
     def __call__(self, specs: Mapping[str, str]) -> float:
-        """The held-out loss after a run in which these layers (name → spec) are compressed."""
+        """Return the held-out loss after a run in which these layers (name → spec) are compressed."""
         model = copy.deepcopy(self.model)
         optimizer = self.optimizer(model)
         codecs = {name: nb.codec(spec) for name, spec in specs.items()}
@@ -223,7 +223,7 @@ def _gradients(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def _windows(text: Tensor, count: int, generator: torch.Generator) -> Batch:
-    """Windows of a text, drawn at random."""
+    """Draw windows of a text at random."""
     length = _SHAPE.sequence
     starts = torch.randint(0, text.numel() - length, (count,), generator=generator)
     tokens = text[starts[:, None] + torch.arange(length + 1)].long()
@@ -231,7 +231,7 @@ def _windows(text: Tensor, count: int, generator: torch.Generator) -> Batch:
 
 
 def _trained(text: Tensor, steps: int, seed: int) -> tuple[GPT, dict[str, Any]]:
-    """A model after so many steps of plain training, and the state of its optimizer."""
+    """Return a model after this many steps of plain training, and the state of its optimizer."""
     torch.manual_seed(seed)
     model = GPT(_SHAPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, **_ADAMW)
@@ -249,18 +249,24 @@ def _sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def _adamw(model: nn.Module, state: dict[str, Any]) -> torch.optim.Optimizer:
-    """AdamW as it was at the checkpoint; its state becomes float64, as the parameters are."""
+    """Return AdamW in its state at the checkpoint, converted to float64 like the parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, **_ADAMW)
     optimizer.load_state_dict(copy.deepcopy(state))
     return optimizer
 
 
 def measure(options: Options, unit: Unit) -> list[dict[str, Any]]:
-    """One row per family.
+    """Measure a unit, and return one row per family.
 
-    Rows hold the unit's fields, ``family``, ``loss`` (held-out, at the checkpoint), ``layers``, ``choices``, ``errors``
-    (L, C), ``differences`` (R, L, C: signed, of the loss), ``floors`` (L: what rounding to float32 does to the loss),
-    what :func:`_compared` makes of them, ``error_s`` and ``loss_s``.
+    Rows hold the unit's fields and
+
+    * ``family``, ``layers``, ``choices``;
+    * ``loss``: held-out, at the checkpoint;
+    * ``errors``: (L, C);
+    * ``differences``: (R, L, C), signed changes of the loss;
+    * ``floors``: (L,), changes of the loss by rounding to float32;
+    * the results of :func:`_compared`;
+    * ``error_s`` and ``loss_s``: seconds that the errors and the losses took.
     """
     text = _text(options)
     trained, state = _trained(text.train, unit.checkpoint, unit.seed)
@@ -283,7 +289,7 @@ def measure(options: Options, unit: Unit) -> list[dict[str, Any]]:
     rows = []
     for family in options.families:
         reference, choices = FAMILIES[family]
-        error_table(sums, choices)  # compiles what it needs
+        error_table(sums, choices)  # compiles its loops, before time is taken
         begin = time.perf_counter()
         table = error_table(sums, choices, seed=unit.seed)
         error_s = time.perf_counter() - begin
@@ -307,7 +313,7 @@ def _text(options: Options) -> Text:
 
 
 def _looks(model: nn.Module, layers: Sequence[str], batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """Gradients at a checkpoint, added up."""
+    """Return the sum of gradients at a checkpoint."""
     sums = {name: torch.zeros_like(model.get_parameter(name)) for name in layers}
     for x, y in batches:
         _gradients(model, x, y)
@@ -321,14 +327,14 @@ def _looks(model: nn.Module, layers: Sequence[str], batches: Sequence[Batch]) ->
 def _compared(
     table: ErrorTable, differences: NDArray[np.float64], floors: NDArray[np.float64], reference: str
 ) -> dict[str, Any]:
-    """What the two metrics have to do with each other, and the plans that they make at a reference's.
+    """Compare the two metrics, and the plans that each makes within the reference's budget.
 
-    * ``resolved``: the share of cells that are above their layer's floor. Correlations are over these: ``pearson`` and
-      ``spearman``; the same without the head (``…_rest``); and ``itself``, the rank correlation of the first repeat's
-      |Δ| with the second's;
+    * ``resolved``: the share of cells that are above their layer's floor. Correlations are over these cells;
+    * ``pearson`` and ``spearman``: correlations of the two metrics, and the same without the head (``…_rest``);
+    * ``itself``: the rank correlation of the first repeat's |Δ| with the second's;
     * ``middle`` and ``floor``: medians of |Δ| and of the floors; ``falls``: the share of differences below zero;
-    * ``error_bytes`` and ``loss_bytes``: of the plans that either metric makes; ``reference_bytes``: of the uniform
-      setting; ``same``: the share of layers with the same choice in both plans.
+    * ``error_bytes`` and ``loss_bytes``: bytes of the plans by the error and by the loss; ``reference_bytes``: of the
+      uniform setting; ``same``: the share of layers with the same choice in both plans.
     """
     magnitudes = np.abs(differences)  # R, L, C
     losses = magnitudes.mean(0)
@@ -357,7 +363,7 @@ def _compared(
 
 
 def _plan(sizes: NDArray[np.float64], metric: NDArray[np.float64], uniform: int) -> NDArray[np.intp]:
-    """The choice of every layer: no more of the metric than uniform's, and no more bytes."""
+    """Choose for every layer so that neither the metric nor the bytes exceed those of the uniform setting."""
     return solve(sizes, metric, math.fsum(metric[:, uniform]), known=[uniform] * len(sizes))
 
 
@@ -370,33 +376,33 @@ def _nbytes(sizes: NDArray[np.float64], plan: NDArray[np.intp]) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds, and half of its interval at 95 % (Student's t); no margin of a single seed."""
+    """A mean over seeds, and half of its 95 % interval (Student's t). A single seed has no margin."""
 
     mean: float
     margin: float | None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Of one value per seed."""
+        """Return the interval of values, one per seed."""
         n = len(values)
         margin = student(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
         return cls(statistics.mean(values), margin)
 
     def at_least(self, bound: float) -> bool | None:
-        """Whether all of the interval is from the bound on; None where the bound is inside, or there is no margin."""
+        """Whether the whole interval is at or above the bound; None if the bound is inside, or without a margin."""
         if self.margin is None:
             return None
         return True if self.mean - self.margin >= bound else False if self.mean + self.margin < bound else None
 
     def within(self, bound: float) -> bool | None:
-        """Whether all of the interval is between −bound and bound; None where an end is inside, or without a margin."""
+        """Whether the whole interval is between −bound and bound; None if either is inside, or without a margin."""
         if self.margin is None:
             return None
         far = abs(self.mean)
         return True if far + self.margin <= bound else False if far - self.margin > bound else None
 
     def text(self, form: str = ".2f") -> str:
-        """The mean and its margin, in this format."""
+        """Format the mean and its margin."""
         return format(self.mean, form) + ("" if self.margin is None else f" ± {format(self.margin, form)}")
 
 
@@ -408,28 +414,28 @@ class Line:
     checkpoint: int
     optimizer: Optimizer
     rows: tuple[Mapping[str, Any], ...]
-    #: Whether a table says what its lines were measured with.
+    #: Whether the line has settings for a table to list.
     told: bool = True
 
     def over_seeds(self, key: str) -> Interval:
-        """Of a number in every row."""
+        """Return the interval of a number that every row has."""
         return Interval.of([float(row[key]) for row in self.rows])
 
     def mean(self, key: str) -> float:
-        """Over seeds."""
+        """Return the mean of a number over seeds."""
         return self.over_seeds(key).mean
 
     def fewer(self, plan: str) -> Interval:
-        """How many times fewer bytes than uniform's a plan sends: ``error`` or ``loss``."""
+        """Return the uniform setting's bytes over a plan's; ``plan`` is ``error`` or ``loss``."""
         return Interval.of([row["reference_bytes"] / row[f"{plan}_bytes"] for row in self.rows])
 
     def apart(self) -> Interval:
-        """What the plan by the loss sends more than the plan by the error, as a share."""
+        """Return how many more bytes the plan by the loss sends, as a share of those of the plan by the error."""
         return Interval.of([row["loss_bytes"] / row["error_bytes"] - 1.0 for row in self.rows])
 
     @property
     def settings(self) -> dict[str, str]:
-        """What it was measured with, in words."""
+        """The settings of the measurement, in words."""
         if not self.told:
             return {}
         row = self.rows[0]
@@ -452,12 +458,12 @@ class Line:
 
     @property
     def name(self) -> str:
-        """What it is called where lines differ."""
+        """The line's name in lists of settings that differ between lines."""
         return f"{self.family}, {self.run}"
 
     @property
     def run(self) -> str:
-        """Where short runs began and what took their steps."""
+        """The checkpoint at which short runs began, and their optimizer."""
         return f"{self.checkpoint}, {_NAMES[self.optimizer]}"
 
 
@@ -465,7 +471,7 @@ _NAMES = {"sgd": "SGD", "adamw": "AdamW"}
 
 
 def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
-    """Rows put together: by optimizer, checkpoint and family."""
+    """Group rows by optimizer, checkpoint and family."""
     together: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
     order = list(_NAMES), list(FAMILIES)
     for row in sorted(
@@ -482,7 +488,7 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
 
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
-    """What the paper says, by these rows."""
+    """Judge the paper's claims by these rows."""
     lines, said = lines_of(rows), []
     for optimizer, family in dict.fromkeys((line.optimizer, line.family) for line in lines):
         own = [line for line in lines if (line.optimizer, line.family) == (optimizer, family)]
@@ -513,7 +519,7 @@ def _alike(line: Line) -> Finding:
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
-#: Table → its columns: a heading, and what it says of a line.
+#: Table → its columns: a heading, and a function from a line to the text of its cell.
 _COLUMNS: dict[str, tuple[Column, ...]] = {
     "correlations": (
         ("family", lambda line: line.family),
@@ -600,7 +606,7 @@ def _specs(lines: Sequence[Line]) -> list[str]:
 
 
 def _tables(lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
-    """Settings and choices stand once, with the first table."""
+    """Return the tables. Settings and choices are listed once, with the first table."""
     return [(key, [replace(line, told=not at) for line in lines]) for at, key in enumerate(_COLUMNS)]
 
 
@@ -621,7 +627,7 @@ _PAPER = "Alimohammadi et al. 2022, L-GreCo (arXiv 2210.17357), section 5.4"
 
 
 def _last(lines: Sequence[Line]) -> list[Line]:
-    """Those from the last checkpoint."""
+    """Return the lines of the last checkpoint."""
     last = max(line.checkpoint for line in lines)
     return [line for line in lines if line.checkpoint == last]
 
@@ -689,7 +695,7 @@ _OPENING = Opening(
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a record: what is in ``summary.json``."""
+    """Write the page of a record (the content of ``summary.json``)."""
     rows = record["rows"]
     lines = lines_of(rows)
     write_page(
@@ -723,7 +729,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def units_of(options: Options) -> list[Unit]:
-    """What has to be measured, the longest first."""
+    """Return the units to measure, the longest first."""
     last, all_of_them = options.checkpoints[-1], sorted(options.checkpoints, reverse=True)
     return [
         *(Unit(seed, last, "adamw") for seed in options.seeds if options.adamw),
@@ -732,7 +738,7 @@ def units_of(options: Options) -> list[Unit]:
 
 
 def _measured(options: Options, units: Sequence[Unit]) -> Iterator[list[dict[str, Any]]]:
-    """Rows of one unit after the other, as they are finished; so many processes at a time as the options say."""
+    """Yield the rows of each unit as soon as it is finished; ``options.nodes`` processes work at a time."""
     if min(options.nodes, len(units)) <= 1:
         for unit in units:
             yield measure(options, unit)

@@ -1,4 +1,4 @@
-"""Every hyper-parameter of a row in words, for its page: made of what the row recorded, so that none is left out."""
+"""Describe every hyper-parameter of a row in words, for its page. All come from the row's record, so none is lost."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from reproduce.tasks import in_words
 
 __all__ = ["in_common", "settings"]
 
-#: Of AdamW: no row names its own.
+#: AdamW's default, because no row sets it.
 _EPSILON: float = inspect.signature(torch.optim.AdamW).parameters["eps"].default
 
 
 def settings(row: Mapping[str, Any]) -> dict[str, str]:
-    """What a row was trained with: name of the setting → its value in words. What it did not record is left out.
+    """Return a row's settings: name of the setting → its value in words. What the row did not record is left out.
 
     Args:
-        row: what :func:`reproduce.training.run` returns.
+        row: a row that :func:`reproduce.training.run` returned.
 
     Example:
         >>> settings({"optimizer": "sgd", "momentum": 0.9, "nesterov": False})
@@ -36,7 +36,7 @@ def settings(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def in_common(rows: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Settings that all rows share, and for each row the others.
+    """Return the settings that all rows share, and for each row its other settings.
 
     Example:
         >>> in_common([{"batch": "128", "epochs": "10"}, {"batch": "64", "epochs": "10"}])
@@ -83,7 +83,7 @@ def _small(row: Mapping[str, Any]) -> str:
     which = "norms and biases" + (f", and tensors below {row['min_numel']:,} elements" if row["min_numel"] > 1 else "")
     how = {
         "uncompressed": "uncompressed",
-        "dense": "uncompressed",  # what it was called when the oldest rows were recorded
+        "dense": "uncompressed",  # the name of "uncompressed" in the oldest records
         "fused": "as one vector, compressed like a layer",
     }
     return f"{which}: " + how.get(row["small"], f"as one vector, by {row['small']}")
@@ -139,7 +139,7 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-#: Setting → the fields that it needs, and what it says of them; an empty string where there is nothing to say.
+#: Setting → the fields that it needs, and a function from them to words; an empty string means that there is none.
 _WORDS: dict[str, tuple[tuple[str, ...], Any]] = {
     **{
         what: (

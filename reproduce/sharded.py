@@ -1,18 +1,17 @@
 """Inside FSDP2: gradients reduced in few bits, and parameters gathered as differences (Jia et al. 2024, SDP4Bit).
 
-FSDP2 shards a model, its gradients and the optimizer's state among ranks. In every step it reduce-scatters gradients
-and gathers parameters, before forward and again before backward, three times a model's bytes. SDP4Bit (arXiv
-2410.15526) sends gradients in 4 bits, and of parameters their differences, in 4 bits, too, and finds no loss in GPT
-models of up to 6.7 billion parameters. ``nb.compress_shards`` does both, and sends no parameters before backward, since
-no rank has new ones then.
+FSDP2 shards a model, its gradients and the optimizer's state among ranks. In every step it reduce-scatters gradients,
+and gathers parameters before forward and again before backward: three times a model's bytes. SDP4Bit (arXiv 2410.15526)
+sends gradients in 4 bits and differences of parameters in 4 bits, and finds no loss in GPT models of up to 6.7 billion
+parameters. ``nb.compress_shards`` does both, and sends no parameters before backward, since no rank has new ones then.
 
 Run ``python -m reproduce.sharded`` (half an hour on two cores), ``--long`` (with two rows over seven epochs),
 ``--quick`` (seconds), ``--help``.
 
-Differences from the paper: a GPT of 0.9 million parameters on bytes of tiny shakespeare; gradients have no rotation
-before they are quantized, and are rounded at random, in groups of 128 with a scale each; between differences and
-gradients there is no hierarchy of fast and slow links. Rows *nearest* round gradients to the nearest level, as the
-paper does.
+Differences from the paper: The model is a GPT of 0.9 million parameters on bytes of tiny shakespeare. Gradients are not
+rotated before they are quantized. They are rounded stochastically, in groups of 128 with a scale each; rows *nearest*
+round to the nearest level, as the paper does. There is no hierarchy of fast and slow links between differences and
+gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _8, _4, _4_8, _8_4 = "8 and 8 bits", "4 and 4 bits", "4 and 8 bits", "8 and 4 bi
 _NEAREST, _NO_REFERENCES, _HALF = "4 and 4 bits, nearest", "8 and 8 bits, no references", "16 and 16 bits"
 _COARSE = "2 and 4 bits"
 
-#: What claims ask for.
+#: Bounds of claims: how far the loss may be from the dense one, as a share; and how many times fewer bytes are sent.
 _KEPT, _FEWER = 0.003, 3.5
 
 _EPOCHS, _LONG_EPOCHS = 1, 7
@@ -50,7 +49,7 @@ _DENSE = Row(
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a row sends: gradients, and parameters."""
+    """How a row sends gradients and parameters."""
 
     name: str
     gradients: str
@@ -92,7 +91,7 @@ _RECIPES = (
 
 
 def _loss(own: Group, other: Group) -> Difference:
-    """How far a row's loss is from another's, as a share of that. Scores are perplexities."""
+    """Return the difference of a row's loss to another's, as a share of the latter. Scores are perplexities."""
     return compared(own, other, relative=True, of=math.log)
 
 

@@ -1,11 +1,11 @@
 """Which elements to send at equal bytes: of every layer, by L-GreCo, of the whole model, or above a threshold.
 
-Two papers say what the largest elements should be the largest of. Rethink-GS (Sahu, Dutta, Abdelmoniem, Banerjee,
-Canini, Kalnis 2021, arXiv 2108.00951) takes whatever is above a hard threshold, which is the same in all steps, and
-finds it better than top-k with as many bytes over all of training. L-GreCo (Alimohammadi, Markov, Frantar, Alistarh
-2022, arXiv 2210.17357) chooses a density for every layer at the error of a uniform one. Its section 5.3 holds that
-against a hard threshold (71.7 % with L-GreCo and 71.4 % with 1.18 times its bytes, ResNet-18 on CIFAR-100) and against
-the largest elements of the whole model, since a layer that has none of these learns nothing in that step.
+Two papers disagree on the set in which the sent elements should be the largest. Rethink-GS (Sahu, Dutta, Abdelmoniem,
+Banerjee, Canini, Kalnis 2021, arXiv 2108.00951) sends every element above a hard threshold, which is the same in all
+steps, and finds this better than top-k with as many bytes over all of training. L-GreCo (Alimohammadi, Markov, Frantar,
+Alistarh 2022, arXiv 2210.17357) chooses a density for every layer at the error of a uniform one. Its section 5.3
+compares that with a hard threshold (71.7 % with L-GreCo and 71.4 % with 1.18 times its bytes, ResNet-18 on CIFAR-100)
+and argues against the largest elements of the whole model: a layer that has none of these learns nothing in that step.
 
 A ResNet-8 learns CIFAR-10, with error feedback in all rows but the first:
 
@@ -15,28 +15,31 @@ A ResNet-8 learns CIFAR-10, with error feedback in all rows but the first:
 * *top-k, equal bytes*: one density for all layers, with which as much is sent as by L-GreCo;
 * *global top-k, once an epoch*: each layer's density is its share of the largest elements of the whole model, in
   gradients added up over an epoch;
-* *global top-k, every step*: the largest elements of the whole model in every step, as it is published. The whole
-  gradient is one vector;
-* *threshold*: whatever is at least so large, in every layer.
+* *global top-k, every step*: the largest elements of the whole model in every step, as published. The whole gradient is
+  one vector;
+* *threshold*: every element with at least a fixed magnitude, in every layer.
 
-L-GreCo is the row that says how many bytes there are, as it spends an error and not bytes. What the others need for as
-many follows from runs with a seed of its own. One is L-GreCo's. What a density sends is known from the shapes of
-layers; for densities that differ by layer it is less, as indices of dense layers are short, and how much less a
-candidate shows. What a threshold sends is interpolated, in logarithms, between candidates. Of all values with two
-digits the one is taken that comes closest to L-GreCo's bytes. The page says whether the values here are those, and
-beside each row how many bytes it sent in the end, as a multiple of L-GreCo's.
+L-GreCo's row sets the number of bytes, because L-GreCo budgets an error and not bytes. The settings with which the
+other rows send as many bytes follow from runs with a seed of their own, one of which is L-GreCo's:
+
+* The bytes of a density follow from the shapes of layers. Densities that differ by layer need fewer bytes, because
+  indices of dense layers are short; a candidate run shows how many fewer.
+* The bytes of a threshold are interpolated, in logarithms, between candidate runs.
+
+Of all values with two digits, the one that comes closest to L-GreCo's bytes is taken. The page says whether the values
+here are those, and for each row how many bytes it sent in the end, as a multiple of L-GreCo's.
 
 Compression begins when the learning rate has risen, and bytes are counted from then on. Norms and biases travel
-uncompressed, but for *global top-k, every step*, where they are part of the vector: it spends on elements what others
-spend on these.
+uncompressed, but for *global top-k, every step*, where they are part of the vector: that row spends on elements what
+the others spend on norms and biases.
 
 Run ``python -m reproduce.sparsity`` (three quarters of an hour on two cores), ``--long`` (with the runs that values
-follow from, a quarter of an hour more), ``--quick`` (seconds), ``--help``. Where the rule gives another value than the
-one here, put it here: the row that it belongs to is then trained anew.
+follow from, a quarter of an hour more), ``--quick`` (seconds), ``--help``. If the rule gives another value than the one
+in this file, change it here: its row is then trained again.
 
 Differences from the papers: a smaller network and fewer epochs, four ranks. The reference is 5 % instead of the 1 % of
-L-GreCo's comparison, as norms and biases would otherwise be half of what L-GreCo sends. What waits are gradients and
-not steps, so a threshold is one of gradients, whatever the learning rate.
+L-GreCo's comparison, because norms and biases would otherwise be half of what L-GreCo sends. Residuals hold gradients
+and not steps, so a threshold applies to gradients, whatever the learning rate.
 """
 
 from __future__ import annotations
@@ -65,35 +68,35 @@ _TASK = "cifar"
 
 _REFERENCE, _LGRECO, _EQUAL = "top-k", "lgreco", "top-k, equal bytes"
 _GLOBAL, _EVERY_STEP, _THRESHOLD = "global top-k, once an epoch", "global top-k, every step", "threshold"
-#: Rows that ought to send what L-GreCo does.
+#: Rows that should send as many bytes as L-GreCo.
 _SPARSE = (_EQUAL, _GLOBAL, _EVERY_STEP, _THRESHOLD)
 
-#: The seed that values are chosen with, and L-GreCo's row of that seed.
+#: The seed with which values are chosen, and the name of L-GreCo's row with that seed.
 _CHOOSING = (100,)
 _BUDGET = "budget: lgreco"
 
 _TOPK, _ABOVE = "topk:density={!r}+ef", "threshold:value={!r}+ef"
 _DENSITY = 0.05
-#: What was chosen at L-GreCo's bytes, of every layer, once an epoch, in every step, and as a threshold; claims say
-#: whether the rule chooses so.
+#: Values chosen at L-GreCo's bytes: densities of every layer, of global top-k once an epoch and in every step, and the
+#: threshold. Claims check whether the rule chooses these.
 _DENSITY_OF_LAYERS = 0.011
 _DENSITY_BY_EPOCH = 0.011
 _DENSITY_OF_ALL = 0.013
 _VALUE = 0.054
-#: What is trained to find out: global top-k once an epoch, and thresholds.
+#: Candidates that are trained to choose values: a density of global top-k once an epoch, and thresholds.
 _CANDIDATE = 0.01
 _CANDIDATES = (0.02, 0.04, 0.08)
 
-#: A tensor that nothing is as large as: all are small, and travel as one vector.
+#: A min_numel that no tensor reaches: all tensors are small, and travel as one vector.
 _ALL_SMALL = 1 << 30
 
 _DENSE = Row(_TASK, DENSE, "none", epochs=5, lr=0.1, batch=128, weight_decay=1e-4)
 
-#: What counts as equal bytes; what the L-GreCo paper counts as a metric that is kept, as a share.
+#: Share by which equal bytes may differ; share within which the L-GreCo paper counts a metric as kept.
 _CLOSE = 0.1
 _KEPT = 0.01
 
-#: Keys of tables beside the task.
+#: Key of the table of candidates.
 _CHOICE = "choice"
 
 
@@ -110,7 +113,7 @@ def _candidate(value: float) -> str:
 
 _AS_LGRECO = _sparse(_LGRECO, _TOPK.format(_DENSITY), "lgreco")
 
-#: Rows that values follow from.
+#: Rows from which values are chosen.
 _CHOOSE = (
     replace(_AS_LGRECO, name=_BUDGET),
     _sparse(_GLOBAL_CANDIDATE, _TOPK.format(_CANDIDATE), "global-topk"),
@@ -138,26 +141,26 @@ _RECIPES = (
 
 
 def _sent(group: Group) -> float:
-    """Bytes that a rank sends in a step, the mean over all that are compressed."""
+    """Return the bytes that a rank sends in a step, on average over all compressed steps."""
     if group.compressed_ratio is None:
         raise LookupError(f"needs bytes of {group.name}")
     return all_reduce_nbytes(4 * group.parameters, group.nodes) / group.compressed_ratio
 
 
 def _times(own: Group, other: Group) -> float:
-    """A row's bytes, as a multiple of another's."""
+    """Return a row's bytes as a multiple of another's."""
     return _sent(own) / _sent(other)
 
 
 @functools.cache
 def _shapes() -> tuple[tuple[int, ...], ...]:
-    """Of the model's parameters."""
+    """Return the shapes of the model's parameters."""
     return tuple(tuple(p.shape) for p in ResNet(_DENSE.depth).parameters())
 
 
 @functools.cache
 def _by_layers(density: float, nodes: int) -> float:
-    """What a density sends for every layer of its own, with norms and biases as they are."""
+    """Return the bytes of a step if every layer has this density, with norms and biases uncompressed."""
     chosen = nb.compression(_TOPK.format(density))
     layers = [(chosen, shape) for shape in _shapes() if len(shape) > 1]
     small = sum(math.prod(shape) for shape in _shapes() if len(shape) < 2)
@@ -166,19 +169,21 @@ def _by_layers(density: float, nodes: int) -> float:
 
 @functools.cache
 def _as_one(density: float, nodes: int) -> float:
-    """What it sends for all parameters as one vector."""
+    """Return the bytes of a step if all parameters are one vector with this density."""
     numel = sum(map(math.prod, _shapes()))
     return sum(Traffic(nodes).nbytes([(nb.compression(_TOPK.format(density)), (numel,))]))
 
 
 def _by_epoch(density: float, nodes: int, found: Sequence[Group]) -> float:
-    """What it sends where layers have shares of it: less than with the same for all, by the candidate's factor."""
+    """Return the bytes of a step if layers have unequal shares of this density: those of :func:`_by_layers`, scaled by
+    the ratio that the candidate run shows.
+    """
     candidate = needed(found, _TASK, _GLOBAL_CANDIDATE)
     return _by_layers(density, nodes) * _sent(candidate) / _by_layers(_CANDIDATE, candidate.nodes)
 
 
 def _above(value: float, found: Sequence[Group]) -> float:
-    """What a threshold sends, on a line through the two candidates around it, in logarithms."""
+    """Return the bytes that a threshold sends, interpolated in logarithms between the two candidates around it."""
     sent = [_sent(needed(found, _TASK, _candidate(candidate))) for candidate in _CANDIDATES]
     at = max(0, min(sum(candidate <= value for candidate in _CANDIDATES), len(_CANDIDATES) - 1) - 1)
     (low, high), (most, least) = _CANDIDATES[at : at + 2], sent[at : at + 2]
@@ -186,7 +191,7 @@ def _above(value: float, found: Sequence[Group]) -> float:
 
 
 def _closest(nbytes: Callable[[float], float], budget: float, low: float, high: float) -> float:
-    """The number with two digits that sends what is closest to a budget, by the factor between them."""
+    """Return the number with two digits whose bytes are closest to a budget, as a ratio."""
     numbers = (float(f"{digits}e-{places}") for places in range(6) for digits in range(10, 100))
     return min((n for n in numbers if low <= n <= high), key=lambda n: abs(math.log(nbytes(n) / budget)))
 
@@ -247,7 +252,7 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
 def _chosen(
     found: Sequence[Group], text: str, value: float, nbytes: Callable[[float, int], float], *, low: float, high: float
 ) -> Claim:
-    """Whether the rule chooses this value."""
+    """Judge whether the rule chooses this value."""
     text = f"{text} {value:g}, by the rule"
     try:
         row = needed(found, _TASK, _BUDGET)
@@ -272,7 +277,7 @@ def _pair(
 
 
 def _at_equal_bytes(found: Sequence[Group], text: str, first: str, second: str) -> Claim:
-    """Where bytes are not equal, scores say nothing."""
+    """Judge a claim at equal bytes; it is open if bytes are not equal, because scores then mean nothing."""
 
     def says(own: Group, other: Group) -> Finding:
         if not _is_close(own, other):
@@ -301,7 +306,8 @@ class _Line(Group):
     """A line of a table.
 
     Attributes:
-        times: its bytes, as a multiple of those of L-GreCo's line in the same table.
+        times: its bytes, as a multiple of those of L-GreCo's line in the same table; None without that line, or for a
+            line without compression.
     """
 
     times: float | None = None
@@ -358,7 +364,7 @@ _LAYOUT = Layout(
 )
 
 
-#: Names of rows in sentences and pictures.
+#: Row → its name in sentences and pictures.
 _LABELS = {
     DENSE: "uncompressed",
     _REFERENCE: "top-k, 5 %",

@@ -1,14 +1,15 @@
 """Sparse sums: top-k delivered by the owners of elements, beside top-k gathered (Li & Hoefler 2022, Ok-Topk).
 
-Where top-k is gathered, every rank receives what all others chose, so bytes grow with the ranks. Ok-Topk (arXiv
-2201.07598) sends each element to an owner, which adds up, and delivers the largest sums alone: at most six times k
-numbers per rank, however many there are. What is not delivered stays in residuals. It reports accuracy near that of
-dense gradients for VGG, an LSTM and BERT on up to 256 GPUs. Here both ways are asked for, from the same seeds.
+If top-k is gathered, every rank receives what all others selected, so bytes grow with the number of ranks. Ok-Topk
+(arXiv 2201.07598) sends each element to its owner. The owner adds up and delivers only the largest sums: at most six
+times k numbers per rank, whatever the number of ranks. What is not delivered stays in residuals. The paper reports
+accuracy near that of dense gradients for VGG, an LSTM and BERT on up to 256 GPUs. Here both ways are trained with the
+same seeds.
 
 Run ``python -m reproduce.sums`` (a quarter of an hour on two cores), ``--quick`` (seconds), ``--help``.
 
-Differences from the paper: a GPT of 0.9 million parameters on bytes of tiny shakespeare, eight ranks; owners have
-blocks that a hash deals out, where the paper moves the bounds of ranges, and twice k sums are delivered, where the
+Differences from the paper: a GPT of 0.9 million parameters on bytes of tiny shakespeare, and eight ranks. Owners have
+blocks that are dealt out by a hash, where the paper moves the bounds of ranges. Twice k sums are delivered, where the
 paper delivers k.
 """
 
@@ -32,7 +33,7 @@ __all__ = ["EXPERIMENT"]
 _TASK, _NODES = "shakespeare", 8
 
 _GATHERED, _SUMMED = "gathered", "summed"
-#: A loss that differs by so much counts as the same.
+#: Losses that differ by at most this share count as the same.
 _KEPT = 0.01
 
 _HOW: dict[str, Collective] = {_GATHERED: "all_gather", _SUMMED: "sparse_reduce"}
@@ -47,7 +48,7 @@ _ROWS = (
 
 
 def _loss(own: Group, other: Group) -> Difference:
-    """How far a row's loss is from another's, as a share of that. Scores are perplexities."""
+    """Return the difference of a row's loss to another's, as a share of the latter. Scores are perplexities."""
     return compared(own, other, relative=True, of=math.log)
 
 

@@ -1,7 +1,7 @@
-"""The tasks: a model, its data in an order that depends on the seed alone, and a metric.
+"""Tasks: a model, its data in an order that depends on the seed alone, and a metric.
 
-Every rank draws the same order of samples and takes its part of each global batch, so that rows with one seed see the
-same batches whatever they send each other.
+Every rank draws the same order of samples and takes its part of each global batch. So rows with the same seed see the
+same batches, whatever their ranks send each other.
 
 Shapes: B batch, L sequence, V vocabulary, N samples, C channels, H and W pixels.
 """
@@ -26,33 +26,33 @@ from reproduce.pretrained import PRETRAINING, pretrained
 
 __all__ = ["TASKS", "Task", "augmented", "in_words", "load", "own_part", "window_starts"]
 
-#: Mean and standard deviation of CIFAR-10's channels, of 255.
+#: Mean and standard deviation of CIFAR-10's channels, on the scale from 0 to 255.
 _MEAN = (125.3, 123.0, 113.9)
 _STD = (63.0, 62.1, 66.7)
 _BORDER = 4
 
-#: Samples per forward pass when a metric is taken.
+#: Samples per forward pass in evaluation.
 _IMAGES_AT_ONCE = 125
 _WINDOWS_AT_ONCE = 32
 
-#: Held-out windows that a text metric looks at, spread evenly: enough that its noise is far below its differences.
+#: Held-out windows for the metric of a text, spread evenly: enough that its noise is far below differences of rows.
 _HELDOUT_WINDOWS = 1024
 
-#: A model that is more surprised than this has diverged; to know nothing about bytes is 5.5.
+#: A model with a larger loss than this, in nats, has diverged; a uniform guess of bytes has 5.5.
 _MOST_NATS = 50.0
 
-#: A character model is fed and judged in windows of this length, each from a state of zeros.
+#: Length of the windows in which a character model is trained and evaluated, each from a state of zeros.
 _CHARACTERS = 64
 _HIDDEN = 256
 _GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=128, batch=8)
 
-#: A GPT for the smaller text: as large as that of nanoGPT's script for a processor, which trains on the same.
+#: A GPT for the smaller text, as large as that of nanoGPT's script for CPUs, which trains on the same text.
 _SMALL_GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=64, batch=12)
 
 #: DeiT-Ti's three heads over 65 tokens, four times narrower and with five of its twelve blocks.
 VIT = {"dim": 48, "heads": 3, "blocks": 5, "image": 32, "patch": 4, "classes": 10}
 
-#: Generators of several purposes are kept apart by the place of their purpose in the seed.
+#: Purposes of generators. The purpose is part of a generator's seed, so that their numbers are independent.
 _ORDER, _AUGMENTATION = 0, 1
 
 
@@ -61,9 +61,9 @@ def _generator(seed: int, purpose: int, epoch: int, rank: int = 0) -> torch.Gene
 
 
 def own_part(order: Tensor, batch: int, rank: int, world_size: int) -> Tensor:
-    """The samples of this rank, (steps, batch / world size): rank r takes the r-th part of every global batch.
+    """Return the samples of this rank, (steps, batch / world size): rank r takes the r-th part of every global batch.
 
-    What does not fill a last batch is left out.
+    Samples that do not fill a last batch are left out.
     """
     steps = order.numel() // batch
     return order[: steps * batch].view(steps, world_size, batch // world_size)[:, rank]
@@ -73,10 +73,10 @@ class Task(ABC):
     """One rank's view of a task.
 
     Args:
-        batch: global; each rank sees its part.
+        batch: global batch size; each rank sees its part.
         seed: of the order of samples and of augmentation.
-        rank: this rank's.
-        world_size: how many ranks; divides ``batch``.
+        rank: this rank.
+        world_size: number of ranks; divides ``batch``.
     """
 
     name: ClassVar[str]
@@ -98,49 +98,47 @@ class Task(ABC):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Where a pipeline of four stages would cut the model: behind so many of its ``blocks``. Empty where it is not
-        to be cut.
-        """
+        """After how many ``blocks`` a pipeline of four stages would make its cuts; empty if the model is not cut."""
         return ()
 
     @property
     def pretrained(self) -> bool:
-        """Whether a new model has learned something already."""
+        """Whether a new model is pre-trained."""
         return False
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new model, from torch's global generator."""
+        """Return a new model, initialized from torch's global generator."""
 
     @abstractmethod
     def samples(self, epoch: int) -> Tensor:
-        """Which samples this rank's batches hold, int64 (steps, B): where they are in the data."""
+        """Return the samples of this rank's batches as their positions in the data, int64 (steps, B)."""
 
     @abstractmethod
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's inputs and targets, step by step."""
+        """Yield this rank's inputs and targets, step by step."""
 
     @abstractmethod
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """The mean loss of a batch."""
+        """Return the mean loss of a batch."""
 
     @abstractmethod
     def tally(self, model: nn.Module, at_once: int | None = None) -> tuple[float, float]:
-        """This rank's share of the metric: a sum and a count, to be added up over ranks.
+        """Evaluate this rank's share of the held-out data; return a sum and a count, to be added up over ranks.
 
         Args:
-            at_once: samples per forward pass; as many as are fastest when None.
+            at_once: samples per forward pass; None: the fastest number.
         """
 
     @abstractmethod
     def value(self, total: float, count: float) -> float:
-        """The metric, from sums over all ranks."""
+        """Return the metric, from sums over all ranks."""
 
 
 class Classification(Task):
-    """A model of images; metric: the share of the test set that is classified right.
+    """Classification of images. The metric is the share of the test set that is classified right.
 
-    Training images are cropped at random from a border of 4 pixels and mirrored half of the time.
+    Training images are padded with a border of 4 pixels, cropped at random, and mirrored half of the time.
     """
 
     metric = "test accuracy, %"
@@ -207,9 +205,9 @@ class Patches(Classification):
 
 
 class Language(Task):
-    """A model of text, fed with windows; metric: perplexity per token of held-out windows.
+    """A language model, trained on windows of a text. The metric is the perplexity per token of held-out windows.
 
-    An epoch cuts the text into windows from an offset of its own and goes through them in an order of its own.
+    Every epoch cuts the text into windows from another random offset, and goes through them in another random order.
     """
 
     metric = "held-out perplexity"
@@ -264,7 +262,7 @@ class Reading(Language):
     """Bytes of a text with a GPT.
 
     Args:
-        width: of its blocks; as wide as the task has them when 0.
+        width: width of its blocks; 0: the task's width.
     """
 
     shape: ClassVar[GPTConfig]
@@ -286,7 +284,7 @@ class Plays(Reading):
 
 
 class Wikitext(Reading):
-    """Bytes of WikiText-2 with a GPT: trained on its validation split, judged on its test split."""
+    """Bytes of WikiText-2 with a GPT: trained on its validation split, evaluated on its test split."""
 
     name = "gpt"
     shape = _GPT
@@ -298,7 +296,7 @@ class Wikitext(Reading):
 
 
 class Tuned(Wikitext):
-    """The same with a GPT that has read bytes of tiny shakespeare before; :mod:`reproduce.pretrained` says how."""
+    """:class:`Wikitext` with a GPT that is pre-trained on bytes of tiny shakespeare (:mod:`reproduce.pretrained`)."""
 
     name = "tuned"
 
@@ -318,12 +316,12 @@ TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Plays, Wikitext, Tuned, Pat
 
 
 def in_words(name: str, depth: int, width: int = 0) -> dict[str, str]:
-    """The model of a task, and how data reach it, for the pages of results; nothing of a task that is none of these.
+    """Describe a task's model and how it reads data, for the pages of results; empty if there is no such task.
 
     Args:
-        name: of the task.
+        name: name of the task.
         depth: of the ResNet.
-        width: of the GPT; as the task has it when 0.
+        width: of the GPT; 0: the task's width.
 
     Example:
         >>> in_words("gpt", 8)["windows"]
@@ -355,7 +353,7 @@ def in_words(name: str, depth: int, width: int = 0) -> dict[str, str]:
 
 
 def _as_wide(gpt: GPTConfig, width: int) -> GPTConfig:
-    """The same with blocks of that width, and heads that are as wide as before."""
+    """Return the configuration with blocks of this width, and heads as wide as before; 0 changes nothing."""
     return replace(gpt, dim=width, heads=max(1, width * gpt.heads // gpt.dim)) if width else gpt
 
 
@@ -375,14 +373,14 @@ def load(
     depth: int = 8,
     width: int = 0,
 ) -> Task:
-    """The task of that name.
+    """Return the task of this name.
 
     Args:
         directory: the data folder, see :mod:`reproduce.data`.
-        limit: use no more than so many samples (images or characters) to train with and as many to judge by; of each
-            text where there are two.
+        limit: use at most this many samples (images or characters) for training and for evaluation each; if there are
+            two texts, of each of them.
         depth: of the ResNet.
-        width: of the GPT; as the task has it when 0.
+        width: of the GPT; 0: the task's width.
     """
     if name in ("cifar", "vit"):
         all_of_it = cifar10(directory)
@@ -417,9 +415,9 @@ def _limited(text: Text, limit: int | None) -> Text:
 
 
 def augmented(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Every image cropped at random from itself with a black border, and mirrored half of the time.
+    """Pad every image with a black border, crop it at random, and mirror it half of the time.
 
-    One gather for the whole batch. Its result has the channels-last layout.
+    One gather does this for the whole batch. The result has the channels-last layout.
     """
     n, _, height, width = x_NCHW.shape
     padded = F.pad(x_NCHW, (_BORDER,) * 4)
@@ -438,7 +436,7 @@ def _normalized(x_NCHW: Tensor) -> Tensor:
 
 
 def window_starts(length: int, window: int, generator: torch.Generator) -> Tensor:
-    """Where the windows of an epoch begin: side by side from a random offset, in random order, always as many."""
+    """Return where an epoch's windows begin: adjacent from a random offset, in random order, always the same number."""
     count = (length - window) // window
     offset = int(torch.randint(window, (), generator=generator))
     return torch.randperm(count, generator=generator) * window + offset

@@ -1,7 +1,7 @@
-"""Train rows: one model, one spec, one seed each, on real ranks, with what they sent beside how good they became.
+"""Train rows (one model, one spec, one seed each) on real ranks, and record their scores and what they sent.
 
-Rows run one after the other in one set of rank processes, and each is written to ``rows/`` as soon as it is done, under
-a name that holds everything it depends on: a run that was stopped goes on from there.
+Rows run one after the other in the same rank processes. Each row is written to ``rows/`` as soon as it is done, under a
+name that depends on all its settings, so that a run that was stopped resumes with the next row.
 
 Some rows send nothing between ranks: those with boundaries, where a pipeline would cut the model, and those about the
 activations that backward keeps. One process trains such a row alone; several run side by side.
@@ -59,13 +59,13 @@ from reproduce.tasks import Task, load
 
 __all__ = ["recorded", "run", "train"]
 
-#: What has sent something; None: nothing sends.
+#: The handle of the compression; None: nothing is sent.
 _Handle: TypeAlias = "nb.GradientCompression | nb.UpdateCompression | nb.ShardCompression | None"
 
-#: Steps between two words to the parent.
+#: Steps between two progress events to the parent process.
 _TELL_EVERY = 10
 
-#: A row of no more steps tells of each how long it took.
+#: Rows with at most this many steps record the time of each.
 _FEW_STEPS = 200
 
 
@@ -79,17 +79,17 @@ def run(
     resume: bool = True,
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Train every row and return what each came to, in the given order: what :func:`train` says, and ``data``, which
-    says what the row read.
+    """Train every row and return the results in the given order.
+
+    A result is what :func:`train` returns, and ``data``, which describes the data that the row read.
 
     Args:
-        rows: trained in this order; those that one process trains alone last.
+        rows: trained in this order, but rows that one process trains alone come last.
         directory: finished rows are kept in its ``rows/``.
-        nodes: number of ranks on this machine; rows that one process trains alone are trained so many at a time.
-        rate: of emulated links between the ranks: 100mbit, …; None: loopback. Rows of other rates belong into other
-            directories.
+        nodes: number of ranks on this machine; this many rows that one process trains alone are trained at a time.
+        rate: of emulated links between the ranks: 100mbit, …; None: loopback. Use another directory for each rate.
         data_dir: the data folder, see :mod:`reproduce.data`.
-        resume: take rows that an earlier run finished.
+        resume: reuse rows that an earlier run finished.
         on_event: called with ``{"event": "step", "row": number, "step": …, "of": …, "loss": …}``,
             ``{"event": "epoch", "row": …, "epoch": …, "metric": …}`` and ``{"event": "row", "row": …, "result": …}`` as
             the ranks work.
@@ -99,7 +99,7 @@ def run(
         UnsupportedError: the machine cannot emulate links; says what is missing.
         RankError: a rank ended early.
     """
-    for name in {row.task for row in rows}:  # decoded once, before all ranks want it; and errors come early
+    for name in {row.task for row in rows}:  # decodes data once, before all ranks need it, and raises errors early
         task = load(name, batch=nodes, seed=0, rank=0, world_size=nodes, directory=data_dir)
         if not task.cuts and any(row.forward for row in rows if row.task == name):
             raise ValueError(f"there are no stages of the model of task {name}: leave out forward and backward")
@@ -131,19 +131,19 @@ def run(
 
 
 def recorded(rows: Sequence[Row], directory: Path, *, nodes: int = 4, data_dir: Path | None = None) -> list[Row]:
-    """Those of the rows that an earlier :func:`run` finished."""
+    """Return those of the rows that an earlier :func:`run` finished."""
     places = _places(rows, directory, nodes, data_dir)
     return [row for row, path in zip(rows, places, strict=True) if path.exists()]
 
 
 def _places(rows: Sequence[Row], directory: Path, nodes: int, data_dir: Path | None) -> list[Path]:
-    """Where each row is kept when it is finished."""
+    """Return the path at which each finished row is kept."""
     digests = {task: _digest(task, data_dir) for task in {row.task for row in rows}}
     return [directory / "rows" / f"{key(row, ranks_of(row, nodes), digests[row.task])}.json" for row in rows]
 
 
 def ranks_of(row: Row, nodes: int) -> int:
-    """How many of the ranks train the row."""
+    """Return how many of the ranks train the row."""
     return 1 if row.alone else nodes
 
 
@@ -158,46 +158,47 @@ def _digest(task: str, data_dir: Path | None) -> str:
 
 
 def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
-    """Train one row on this process's group; equal on all ranks but for times.
+    """Train one row on this process's group. Results are equal on all ranks but for times.
 
-    What returns has the row's fields, and
+    The result has the row's fields, and
 
-    * ``metric`` (what it is), ``score`` (after the last epoch), ``scores`` (after each; where updates are averaged, of
-      each rank's share by its own model, and at the end by the model that all have), None where it diverged;
-      ``score_before``: before the first, of a model that is pre-trained;
-    * ``curve``: [step, mean loss of the steps up to it], over all ranks;
-    * ``sent_bytes_per_step``, ``raw_bytes_per_step``: a rank's, in the last epoch, and ``ratio``, raw over sent: what
-      the network sees, against a ring all-reduce of gradients in every step;
+    * ``metric``: its name;
+    * ``score``: after the last epoch, and ``scores``: after each; None where training diverged. Where updates are
+      averaged, each rank evaluates its share with its own model, and at the end with the common model;
+    * ``score_before``: before the first epoch, of a pre-trained model;
+    * ``curve``: pairs [step, mean loss of the steps up to it], over all ranks;
+    * ``sent_bytes_per_step`` and ``raw_bytes_per_step``: bytes of a rank in the last epoch; raw bytes are those of a
+      ring all-reduce of gradients in every step. ``ratio``: raw over sent bytes, as the network sees them;
     * ``payload_ratio``: a rank's dense gradient, 4 bytes per element, over its payload, norms and biases included, as
-      papers count. ``ratio`` is the same for what travels by all-reduce, dense or compressed, and 2/N of this for what
+      papers count. ``ratio`` equals it for what travels by all-reduce, dense or compressed, and is 2/N of it for what
       is gathered by N ranks, as each payload is sent N − 1 times;
-    * ``matrix_ratio``: the same of compressed matrices alone, without norms, biases and other small tensors, however
+    * ``matrix_ratio``: the same for compressed matrices alone, without norms, biases and other small tensors, however
       these travel;
-    * ``mean_ratio``: as ``ratio``, over all steps, and ``compressed_ratio``: over those after the row's ``delay``;
-      ``plans``: what a policy decided, as [step, how many times smaller
-      than the gradient payloads are, layer → spec];
-    * ``decide_s``: seconds in which a policy decided on rank 0, all decisions together;
-    * ``step_s``: the median step of the last epoch on rank 0, and ``samples_per_s``, by it and of all ranks;
-      ``step_seconds``: of each step, of a row that has few; ``wall_s``: all of training, with evaluation.
+    * ``mean_ratio``: ``ratio`` over all steps, and ``compressed_ratio``: over the steps after the row's ``delay``;
+    * ``plans``: a policy's decisions, as [step, gradient's size over that of payloads, layer → spec];
+    * ``decide_s``: total seconds of a policy's decisions on rank 0;
+    * ``step_s``: the median step of the last epoch on rank 0; ``samples_per_s``: of all ranks, from this median;
+      ``step_seconds``: of each step of the last epoch, for a row with few steps;
+    * ``wall_s``: seconds of all of training, with evaluation.
 
-    With boundaries, the spec is what they compress with, bytes are what crosses them, both ways, and there are also
+    With boundaries, ``spec`` names their codecs, bytes are those that cross them in both directions, and there are also
 
-    * ``boundaries``: for each, how many times fewer bytes crossed it forward and backward, in the last epoch;
-    * ``uncompressed_score``: after the last epoch, of a model whose boundaries let everything through. Scores are those
+    * ``boundaries``: for each, the compression ratios forward and backward in the last epoch;
+    * ``uncompressed_score``: after the last epoch, evaluated without compression at boundaries. The other scores are
       with compression, which begins after warm-up.
 
-    With a policy for activations the spec is that policy, and there are also
+    With a policy for activations, ``spec`` is that policy, and there are also
 
-    * ``plain_bytes`` and ``kept_bytes``: what backward keeps of a step's activations without the policy and with it,
-      and ``by_operator``: operator → these two;
-    * ``gradient_error``: after training, how far the policy takes the gradient of a batch from the exact one, as a
-      share of its norm; None where that is not finite;
+    * ``plain_bytes`` and ``kept_bytes``: bytes of a step's activations that are kept for backward without and with the
+      policy, and ``by_operator``: operator → these two;
+    * ``gradient_error``: after training, the norm of the difference that the policy makes to the gradient of a batch,
+      as a share of the exact gradient's norm; None if it is not finite;
     * ``ranges``, of a row with ``trace``: the ``steps`` at which ranges were noted, ``blocks`` (the first, the middle
-      and the last), and ``alpha`` and ``beta``: what in the model → per step a number per group.
+      and the last), and ``alpha`` and ``beta``: name in the model → per step one number per group.
 
     Args:
         row: what to train.
-        task: on what; of this rank.
+        task: this rank's view of the task.
         tell: called with events, see :func:`run`.
     """
     begin = time.perf_counter()
@@ -205,7 +206,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     if task.steps < 1:
         raise ValueError(f"{row.task}: there is less than one global batch of {row.batch} to train on")
     torch.manual_seed(row.seed)
-    # Statistics of batch norm are averaged before they are used, not sent at every step.
+    # Statistics of batch norm are averaged before evaluation instead of being sent in every step.
     module = task.model()
     score_before = {"score_before": _score(module, task, None)} if task.pretrained else {}
     boundaries = _cut(module, row, task)
@@ -254,7 +255,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
                 tell(event="step", step=step + 1, of=total, loss=losses[-1].item())
         curve += _curve(losses, epoch * task.steps)
         crossed.append(_crossed(boundaries) - crossed_before)
-        # Replicas are equal at the end; of the whole model they already are where the last step ended a round.
+        # Make replicas equal at the end of training, unless the last step ended a round of the whole model.
         if isinstance(handle, nb.UpdateCompression) and epoch + 1 == row.epochs:  # noqa: SIM102
             if handle.steps or row.fragments > 1 or row.overlap:
                 handle.average()
@@ -263,7 +264,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
     after = _sent(handle)
     sent, raw = ((getattr(after, f) - getattr(before, f)) / task.steps for f in ("sent_bytes", "raw_bytes"))
     every = 1
-    if row.updates:  # in a round what would have been sent in each of its steps
+    if row.updates:  # a round stands for the gradients of all its steps
         every = row.updates
         raw *= task.steps * row.fragments / (_rounds(handle) - rounds_before)
     raw_compressed, sent_compressed = (
@@ -299,7 +300,7 @@ def train(row: Row, task: Task, tell: Callable[..., None]) -> dict[str, Any]:
 
 
 def _cut(model: nn.Module, row: Row, task: Task) -> list[nb.Boundary]:
-    """Puts boundaries into the model, if the row has any."""
+    """Put boundaries into the model, if the row has any."""
     if not row.forward:
         return []
     blocks = cast("nn.Sequential", model.get_submodule("blocks"))
@@ -314,7 +315,7 @@ def _cut(model: nn.Module, row: Row, task: Task) -> list[nb.Boundary]:
 
 
 def _crossed(boundaries: Sequence[nb.Boundary]) -> Tensor:
-    """Bytes so far, int64 (boundaries, forward and backward, raw and sent)."""
+    """Return the bytes so far, int64 (boundaries, forward and backward, raw and sent)."""
     return torch.tensor(
         [[[way.raw_bytes, way.sent_bytes] for way in boundary.stats().values()] for boundary in boundaries]
     )
@@ -323,7 +324,7 @@ def _crossed(boundaries: Sequence[nb.Boundary]) -> Tensor:
 def _at_boundaries(
     boundaries: Sequence[nb.Boundary], crossed: Sequence[Tensor], model: nn.Module, row: Row, task: Task
 ) -> dict[str, Any]:
-    """What a row with boundaries says beside the others."""
+    """Return the additional results of a row with boundaries; empty for other rows."""
     if not boundaries:
         return {}
     last, ever = crossed[-1], torch.stack(list(crossed)).sum(0)
@@ -345,7 +346,7 @@ def _at_boundaries(
 def _compressed(
     module: nn.Module, row: Row, chosen: str | nb.Policy
 ) -> tuple[nn.Module, list[torch.optim.Optimizer], _Handle]:
-    """The model to call, what steps it, and the handle of its compression."""
+    """Return the model to call, its optimizers, and the handle of its compression."""
     shards = dist.get_world_size() if row.gathered else row.shards
     replicas = None if shards == 1 else _shard(module, shards)
     optimizers = _optimizers(row, module)
@@ -373,7 +374,7 @@ def _compressed(
 
 
 def _sent(handle: _Handle) -> StepRecord:
-    """What this rank has sent so far."""
+    """Return what this rank has sent so far."""
     if handle is None:
         return StepRecord()
     total: StepRecord = handle.stats().total
@@ -381,12 +382,12 @@ def _sent(handle: _Handle) -> StepRecord:
 
 
 def _rounds(handle: _Handle) -> int:
-    """How often something was averaged."""
+    """Return the number of averagings so far."""
     return 0 if handle is None or isinstance(handle, nb.ShardCompression) else handle.step
 
 
 def _shard(module: nn.Module, shards: int) -> dist.ProcessGroup:
-    """Shard a model among so many ranks each (FSDP2); the ranks that hold the same shard."""
+    """Shard each replica of a model among ``shards`` ranks (FSDP2); return the group of ranks with the same shard."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicas", "shards"))
     for block in cast("nn.Sequential", module.get_submodule("blocks")):
         fully_shard(block, mesh=mesh["shards"])
@@ -395,7 +396,9 @@ def _shard(module: nn.Module, shards: int) -> dist.ProcessGroup:
 
 
 def _whole(module: nn.Module, task: Task) -> nn.Module:
-    """A sharded model as one: ranks look at different numbers of batches, and shards would wait for each other."""
+    """Return a sharded model as a whole one, for evaluation: with different numbers of batches per rank, shards would
+    wait for each other.
+    """
     whole = task.model()
     state = {name: cast("DTensor", p).full_tensor() for name, p in module.named_parameters()}
     whole.load_state_dict(state | dict(module.named_buffers()), strict=False)
@@ -427,7 +430,7 @@ def _adamw(row: Row, parameters: list[nn.Parameter], lr: float, beta1: float) ->
 
 
 def _rate(step: int, total: int, schedule: Schedule) -> float:
-    """The learning rate's share of its peak."""
+    """Return the learning rate as a share of its peak."""
     if schedule == "half-cosine":
         return 0.5 * (1.0 + math.cos(0.5 * math.pi * step / total))
     rising = max(1, round(WARM_UP * total))
@@ -447,7 +450,7 @@ def _step(
     row: Row,
     keeping: AbstractContextManager[Any],
 ) -> Tensor:
-    """One optimizer step, its forward in the context ``keeping``; this rank's loss before it."""
+    """Do one optimizer step, with forward in the context ``keeping``; return this rank's loss before the step."""
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=row.amp), keeping:
         loss = task.loss(model(x), y)
@@ -460,7 +463,7 @@ def _step(
 
 
 def _curve(losses: list[Tensor], steps_before: int) -> Iterator[tuple[int, float | None]]:
-    """A few points of an epoch's losses, each a mean over steps and ranks."""
+    """Yield a few points of an epoch's losses, each a mean over steps and ranks."""
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
@@ -472,9 +475,9 @@ def _curve(losses: list[Tensor], steps_before: int) -> Iterator[tuple[int, float
 
 @torch.no_grad()
 def _score(model: nn.Module, task: Task, at_once: int | None) -> float | None:
-    """The metric over the whole held-out set, each rank looking at its share, ``at_once`` samples at a time."""
+    """Return the metric over all held-out data. Each rank evaluates its share, ``at_once`` samples at a time."""
     for buffer in model.buffers():
-        if buffer.is_floating_point():  # batch norm's running statistics: every rank saw other images
+        if buffer.is_floating_point():  # batch norm's running statistics, which differ between ranks
             dist.all_reduce(buffer)
             buffer.div_(dist.get_world_size())
     model.eval()
@@ -487,8 +490,10 @@ def _score(model: nn.Module, task: Task, at_once: int | None) -> float | None:
 def _payload_ratios(
     model: nn.Module, row: Row, spec: str, sent: float, size: int, every: int = 1
 ) -> dict[str, float | None]:
-    """Dense bytes over payload bytes: of the whole gradient, and of its compressed matrices alone. A policy's plans say
-    it for the latter. Where something is sent in one of ``every`` steps only, it stands against the gradients of all.
+    """Return dense bytes over payload bytes, of the whole gradient and of its compressed matrices alone.
+
+    Both are None with a policy, whose plans have the ratio of the latter. If payloads are sent only in one of ``every``
+    steps, they are compared with the gradients of all these steps.
     """
     sent *= every
     if size < 2 or row.policy or row.isolated:
@@ -510,7 +515,7 @@ def _payload_ratios(
 
 
 def _times_sent(spec: str, nbytes: int, size: int, asked: str = "auto") -> float:
-    """How many times its payload a rank sends, by the collective that it travels by."""
+    """Return how many times a rank sends its payload, which depends on the collective."""
     chosen = nb.compression(spec)
     if chosen.feedback is not None and chosen.feedback.collective is not None:  # PowerSGD's factors
         return 2 * (size - 1) / size
@@ -519,12 +524,12 @@ def _times_sent(spec: str, nbytes: int, size: int, asked: str = "auto") -> float
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN: a number that is not finite is written as null."""
+    """Return None for a number that is not finite, because JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep what is freed: handing activations back to the kernel at every step, and getting them
+    """Have the C library keep freed memory. Returning activations to the kernel in every step, and getting their memory
     again page by page, takes a fifth of a small model's step.
     """
     if not sys.platform.startswith("linux"):
