@@ -35,9 +35,9 @@ __all__ = ["Config", "count", "run"]
 #: Number of gradients that are added up.
 _LOOKS = 32
 
-#: The program alone, at the size of a large model: layers, choices. From a choice to the next the size falls by a
-#: factor of up to _FALL, by chance; errors lie between a layer's least, which together are half of the budget, and
-#: _MOST_ERROR times it.
+#: Layers and choices of the program alone, at the size of a large model. From one choice to the next the size falls by
+#: a random factor of up to _FALL. Errors lie between the layer's least error and _MOST_ERROR times it; the least errors
+#: add up to half of the budget.
 _LARGE = (200, 16)
 _FALL = 4.0
 _MOST_ERROR = 3.0
@@ -98,17 +98,23 @@ def run(
 ) -> list[dict[str, Any]]:
     """Train, plan at the error of each reference, and return one row per decision.
 
-    Rows hold ``name``, ``ranks``, ``layers``, ``choices``, ``table_s``, ``solve_s``, ``decide_s``, ``share_of_epoch``,
-    ``nbytes`` and ``reference_nbytes`` (that a rank sends in a step), ``times_fewer`` (the second over the first),
-    ``times_fewer_by_payloads`` (the same of a plan that counts payloads, whatever becomes of them on their way),
-    ``error_of_reference`` (the plan's error over the reference's, in the measure that is budgeted), and
-    ``relative_error`` and ``reference_relative_error`` (‖p − C(p)‖² / ‖p‖² of all layers together). The last is the
-    program alone, at the size of a large model, with ``over_bound``: how far its result is above the Lagrangian bound.
+    Rows hold ``name``, ``ranks``, ``layers``, ``choices`` and
+
+    * ``table_s``, ``solve_s`` and ``decide_s``: seconds of the tables, of the program that chooses, and of a whole
+      decision; ``share_of_epoch``: the last as a share of an epoch;
+    * ``nbytes`` and ``reference_nbytes``: bytes that a rank sends in a step with the plan and with the reference;
+      ``times_fewer``: the latter over the former;
+    * ``times_fewer_by_payloads``: the same for a plan that counts bytes of payloads, whatever the collective sends;
+    * ``error_of_reference``: the plan's error over the reference's, in the measure that is budgeted;
+    * ``relative_error`` and ``reference_relative_error``: ‖p − C(p)‖² / ‖p‖² of all layers together.
+
+    The last row is the program alone, at the size of a large model, with ``over_bound``: how far its result is above
+    the Lagrangian bound.
 
     Args:
         on_event: called with what was done, see :func:`count`.
-        plans: a directory that every plan is saved to, under the name and the ranks of its row; ``narrowband bench
-            ddp`` says how long a step with it takes.
+        plans: a directory in which every plan is saved, under the name and the ranks of its row. ``narrowband bench
+            ddp`` measures a step with a saved plan.
     """
     gradients, step_s, windows = _gradients(config, on_event)
     rows = []
@@ -233,8 +239,8 @@ def _batches(tokens: Tensor, config: Config, sequence: int) -> Iterator[tuple[Te
 
 
 def _tokens(vocabulary: int) -> Tensor:
-    """The text of :mod:`narrowband.bench.text`, two bytes a token: the most frequent pairs, and 0 for all others; or,
-    where the vocabulary is one of bytes, the bytes.
+    """Return the text of :mod:`narrowband.bench.text` as tokens of two bytes: the most frequent pairs, and 0 for all
+    others. If the vocabulary is one of bytes, return the bytes.
     """
     text = standard_library().train.long()
     if vocabulary <= 1 << 8:

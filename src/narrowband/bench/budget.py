@@ -85,11 +85,11 @@ class Job:
     """A training job to find a policy for.
 
     Attributes:
-        build: makes the model and its inputs: a function of a module, or a partial of one, since it goes to other
-            processes.
+        build: makes the model and its inputs. It must be a function of a module, or a partial of one, because other
+            processes call it, too.
         amp: whether forward runs under bfloat16 autocast.
         optimizer: adamw, sgd, adafactor or adamw-8bit.
-        codec: with which gradients are compressed, for the residuals that its feedback keeps; None: they are not.
+        codec: spec of the gradient compression, whose residuals take memory; None: gradients are not compressed.
         device: cpu or cuda; CUDA where there is any, if not given.
         seed: of parameters and data.
         alone: whether to measure the memory of a process that only trains with the choice.
@@ -109,11 +109,11 @@ class _Step:
     """The measurements of a step under a policy.
 
     Attributes:
-        saved: what its forward saved.
-        seconds: of the shortest step.
-        alive: the highest number of bytes of tensors, above those that exist throughout: until the gradient of the
-            model's result exists, and from then on.
-        gradients: of all parameters, flat.
+        saved: what the step's forward saved.
+        seconds: time of the shortest step.
+        alive: two peaks of bytes of tensors, above those that exist throughout: until the gradient of the model's
+            result exists, and from then on.
+        gradients: gradients of all parameters, flat.
     """
 
     saved: Saved
@@ -171,13 +171,13 @@ class _Bench:
     def objection(
         self, policy: ActivationPolicy, names: Iterable[str], *, exact: bool, wanted: Tensor | None
     ) -> _Objection | None:
-        """Return why modules cannot be recomputed under a policy; None if they can. It takes one step.
+        """Try in one step whether modules can be recomputed under a policy; return why not, or None if they can.
 
         Args:
-            policy: computes them again.
-            names: of the modules.
-            exact: from exact inputs, so that the second run should give what the first gave.
-            wanted: gradients as they are, for them to be compared with.
+            policy: a policy that recomputes the modules.
+            names: names of the modules.
+            exact: whether inputs are exact, so that the second run should give the same results as the first.
+            wanted: exact gradients to compare with; None: gradients are not compared.
         """
         reruns = Reruns(self.model, names, most=_SAME)
         try:
@@ -201,7 +201,7 @@ class _Bench:
         return None if text is None else _Objection(text, text)
 
     def forward_seconds(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the seconds of these modules' forward."""
+        """Return the seconds that the forward of each of these modules takes."""
         found = dict.fromkeys(names, 0.0)
         begun: dict[str, float] = {}
 
@@ -258,9 +258,9 @@ def tensors_of(model: nn.Module, inputs: Iterable[Any], optimizer: str, codec: s
 
     Args:
         model: the model.
-        inputs: of its forward; tensors inside containers count, too.
+        inputs: inputs of its forward; tensors inside containers count, too.
         optimizer: adamw, sgd, adafactor or adamw-8bit.
-        codec: with which gradients are compressed; None: they are not.
+        codec: spec of the gradient compression; None: gradients are not compressed.
 
     Raises:
         ValueError: there is no such optimizer or codec.
@@ -280,7 +280,7 @@ def tensors_of(model: nn.Module, inputs: Iterable[Any], optimizer: str, codec: s
     }
 
 
-#: What codes of an optimizer in 8 bits stand for: one table for all parameters.
+#: Prefix of the names of an 8-bit optimizer's tables of code values, which all parameters share.
 _SHARED = "qmap"
 
 
@@ -326,14 +326,14 @@ class _Survey:
     """Measure all offers for a model.
 
     Args:
-        job: what is to be trained.
+        job: the job to train.
         say: called with what is being measured, in words.
 
     Attributes:
-        bench: where it was measured.
-        plain: the plain step.
-        units: of the model.
-        offers: of each unit.
+        bench: the model on which offers were measured.
+        plain: measurements of the plain step.
+        units: units of the model.
+        offers: the offers of each unit.
         gradients: bytes of each unit's gradients.
         notes: sentences about what cannot be offered, to which units, and why.
     """
@@ -344,7 +344,7 @@ class _Survey:
         say("a step as it is")
         self.plain = self.bench.step(PLAIN)
         kept = {name: saved.raw_bytes for name, saved in self.plain.saved.by_module.items() if saved.raw_bytes}
-        kept.pop("(outside)", None)  # which no policy changes
+        kept.pop("(outside)", None)  # no policy changes what is saved outside of modules
         self.units = units_of(self.bench.model, kept)
         self.gradients = [0] * len(self.units)
         for name, parameter in self.bench.model.named_parameters():
@@ -388,16 +388,16 @@ class _Survey:
             yield Kind(f"in 8 bits with {part} recomputed", 8, again=part, inputs=8)
 
     def policy(self, kinds: Sequence[Kind]) -> ActivationPolicy:
-        """Return the policy of units that have these kinds."""
+        """Return the policy in which units have these kinds of offers."""
         rules: dict[str, Any] = {}
         for unit, kind in zip(self.units, kinds, strict=True):
             rules |= kind.rules(unit)
         return ActivationPolicy(bits="off", modules=rules)
 
     def _measure(self, kind: Kind) -> None:
-        """Take a kind into the offers of all units that it fits."""
+        """Measure a kind of offer, and add it to the offers of all units that it fits."""
         if kind.again is not None:
-            if kind != AGAIN[1]:  # of which the other one is known by now
+            if kind != AGAIN[1]:  # for AGAIN[1], AGAIN[0] has found these units
                 self._refuse(replace(kind, bits=None, inputs=None))
             if kind.inputs is not None:
                 self._refuse(kind)
@@ -417,7 +417,7 @@ class _Survey:
 
     @staticmethod
     def _where(kind: Kind, has: Sequence[bool]) -> list[Kind]:
-        """That kind for some units, and what goes with it for the others."""
+        """Return this kind for units that have it, and for the others the kind that is usual beside it."""
         usual = AS_IT_IS if kind.bits is None else EIGHT
         return [kind if own else usual for own in has]
 
@@ -428,7 +428,7 @@ class _Survey:
         return (module, None) not in self._refused and (module, kind.inputs) not in self._refused
 
     def _refuse(self, kind: Kind) -> None:
-        """Find the units that cannot be computed again so."""
+        """Find the units that cannot be recomputed with this kind, and note why."""
         objections: dict[_Objection, list[str]] = {}
         while there := [at for at, unit in enumerate(self.units) if self._offered(kind, unit)]:
             found = self._at_fault(kind, there)
@@ -447,7 +447,7 @@ class _Survey:
             )
 
     def _at_fault(self, kind: Kind, those: Sequence[int]) -> dict[int, _Objection]:
-        """Return those of these units that cannot be recomputed, and why."""
+        """Return which of these units cannot be recomputed, and why."""
         policy = self.policy(self._where(kind, [at in those for at in range(len(self.units))]))
         names = [kind.module(self.units[at]) for at in those]
         objection = self.bench.objection(policy, names, exact=kind.inputs is None, wanted=self._repeats)
@@ -455,14 +455,14 @@ class _Survey:
             return {}
         half = len(those) // 2
         found = self._at_fault(kind, those[:half]) | self._at_fault(kind, those[half:]) if half else {}
-        return found or dict.fromkeys(those, objection)  # each half can, and both together cannot
+        return found or dict.fromkeys(those, objection)  # each half can be recomputed, but not both together
 
     def _take(self, kind: Kind, costs: Sequence[Offer], kinds: Sequence[Kind], step: _Step) -> None:
         total, extra = math.fsum(cost.seconds for cost in costs), step.seconds - self.plain.seconds
         scale = min(max(extra / total, _SCALES[0]), _SCALES[1]) if total > 0 else 1.0
         moment = step.alive[1] - alive(costs, self.gradients)
         loss = step.alive[0] - sum(cost.kept for cost in costs)
-        alike: dict[tuple[str, int], list[float]] = {}  # blocks of one shape take the same time, but for noise
+        alike: dict[tuple[str, int], list[float]] = {}  # blocks of the same shape take the same time, apart from noise
         for unit, cost in zip(self.units, costs, strict=True):
             alike.setdefault((numberless(unit.name), cost.kept), []).append(cost.seconds * scale)
         for unit, own, cost, has in zip(self.units, self.offers, costs, kinds, strict=True):
@@ -472,7 +472,7 @@ class _Survey:
                 own.append(replace(cost, moment=moment, seconds=mean, error=self.off(step), loss=loss))
 
     def off(self, step: _Step) -> float:
-        """How far gradients of a step are from exact ones, relative to these."""
+        """Return how far a step's gradients are from exact ones, relative to the norm of these."""
         return _off(step.gradients, self.plain.gradients)
 
     def _cost(self, unit: Unit, kind: Kind, saved: Saved) -> Offer:
@@ -485,7 +485,7 @@ class _Survey:
         return Offer(kind, kept, again, seconds=seconds)
 
     def named(self, offers: Sequence[Offer]) -> ActivationPolicy:
-        """Their policy, with one pattern for units whose names differ in numbers alone and which have one kind."""
+        """Return the policy of these offers. Units of one kind whose names differ only in numbers share a pattern."""
         modules = (name for name, _ in self.bench.model.named_modules())
         return compact(self.policy([offer.kind for offer in offers]), modules)
 
@@ -502,16 +502,17 @@ class Fit:
     """The fastest way to train within a budget.
 
     Attributes:
-        policy: of what is kept.
-        reached: whether it is within the budget; if not, it is what takes the least.
+        policy: policy for activations that are kept.
+        reached: whether training is within the budget; if not, the policy is the one that takes the least memory.
         tensors: bytes of parameters, buffers, gradients, optimizer, residuals and inputs.
         kept: bytes of activations between forward and backward.
         predicted: bytes of all tensors that are alive at once.
         measured: the same, measured.
-        plain: what training as it is takes, measured.
-        process: bytes that the choice's training takes of a process; None on CUDA, and where nobody asked or tells.
-        predicted_ratio: of its step to the plain one.
-        ratio: the same, measured.
+        plain: the same for training without the policy, measured.
+        process: bytes of a process that trains with the policy; None on CUDA, if the job does not ask for it, or if the
+            system does not report it.
+        predicted_ratio: the predicted step over the plain one.
+        ratio: the measured step over the plain one.
         gradient_error: norm of the difference from exact gradients over the norm of these.
         choices: unit → kind of offer, in words.
         notes: sentences about what could not be offered, to which units, and why.
@@ -540,7 +541,7 @@ class _Search:
         self._survey = survey = _Survey(job, say)
         bench = survey.bench
         self._tensors = tensors_of(bench.model, bench.inputs, job.optimizer, job.codec)
-        #: Bytes held throughout; without gradients, which exist only during a step.
+        #: Bytes held throughout, without gradients, which exist only during a step.
         self.throughout = sum(self._tensors.values()) - self._tensors["gradients"]
         self.plain = self.throughout + max(survey.plain.alive)
 
@@ -600,7 +601,7 @@ class _Search:
         if self._survey.bench.device != "cpu" or not job.alone:
             return None
         self._say("a process that trains so")
-        with contextlib.suppress(BrokenProcessPool):  # there is not enough memory
+        with contextlib.suppress(BrokenProcessPool):  # killed, because memory ran out
             return footprint(Way("", policy, amp=job.amp), job.build, seed=job.seed, optimizer=job.optimizer)
         return None
 
@@ -609,7 +610,7 @@ def fit(job: Job, budget: int, on_event: Callable[[str], None] | None = None) ->
     """Find the policy with which training holds at most ``budget`` bytes of tensors and takes the least time.
 
     Args:
-        job: what to train.
+        job: the job to train.
         budget: bytes of parameters, gradients, the optimizer's state, residuals, inputs, activations, and temporary
             memory of operators.
         on_event: called with what is being measured, in words.
@@ -621,8 +622,9 @@ def fit(job: Job, budget: int, on_event: Callable[[str], None] | None = None) ->
 
 
 def fit_shares(job: Job, shares: Sequence[float]) -> list[Fit]:
-    """:func:`fit` for several budgets, each with room for such a share of what training as it is holds beside
-    parameters, the optimizer's state and inputs.
+    """Find policies (see :func:`fit`) for several budgets.
+
+    Each budget has room for a share of what plain training holds beside parameters, the optimizer's state and inputs.
     """
     search = _Search(job, lambda _: None)
     return [

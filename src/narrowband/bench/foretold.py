@@ -137,15 +137,18 @@ def run(
 ) -> list[dict[str, Any]]:
     """Predict and measure the steps of all options behind all links.
 
-    Rows hold ``codec`` (a spec, or :data:`~narrowband.planning.DDP`), ``rate``, ``nodes``, ``predicted_step_s``,
-    ``measured_step_s``, ``error`` (how far the prediction is from the measurement, as a share of that; None where a row
-    failed), ``predicted_compute_s`` and ``measured_compute_s`` (of the step with nothing sent),
-    ``at_that_speed_step_s`` and ``at_that_speed_error`` (of the second prediction), ``predicted_sent_bytes`` and
-    ``measured_sent_bytes`` (None of DDP, which does not count).
+    Rows hold
+
+    * ``codec``: a spec, or :data:`~narrowband.planning.DDP`; ``rate``; ``nodes``;
+    * ``predicted_step_s``, ``measured_step_s``, and ``error``: the prediction's error as a share of the measurement;
+      None if the row failed;
+    * ``predicted_compute_s`` and ``measured_compute_s``: of the step with nothing sent;
+    * ``at_that_speed_step_s`` and ``at_that_speed_error``: step and error of the second prediction;
+    * ``predicted_sent_bytes`` and ``measured_sent_bytes``; the latter is None for DDP, which does not count bytes.
 
     Args:
         on_event: called with what is done next, see :func:`count`.
-        known: rows that an earlier run finished: links that they are of are not measured again.
+        known: rows that an earlier run finished. Their links are not measured again.
         keep: called with all rows so far, after each link.
 
     Raises:
@@ -153,7 +156,7 @@ def run(
         RankError: a rank ended early.
     """
     rows: list[dict[str, Any]] = []
-    left = list(known)  # rows of links whose turn has not come yet
+    left = list(known)  # known rows of links that are not yet done
     for nodes, rate in itertools.product(config.nodes, config.rates):
         where = f"{nodes} ranks, {rate}"
         there = [row for row in left if (row["nodes"], row["rate"]) == (nodes, rate)]
@@ -176,14 +179,18 @@ def run(
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Judge whether predictions lead to the right choice: one entry for each link and number of ranks.
 
-    Entries hold ``rate``, ``nodes``, ``predicted_best`` and ``measured_best`` (what the shortest step is of; DDP, which
-    is not to compress, is among them), ``slower_by`` (by which share of the best step that of the predicted best is
-    longer, as measured), ``is_right`` (whether that is within :data:`MARGIN`), and ``sides``: of each codec ``codec``,
-    ``predicted_times`` and ``measured_times`` (as fast as DDP), and ``is_right``: whether both are on one side of 1.
-    That is None where they are within :data:`MARGIN` of DDP as measured, so that there is no side to be on.
+    Entries hold
+
+    * ``rate`` and ``nodes``;
+    * ``predicted_best`` and ``measured_best``: the codec with the shortest step, or DDP, which does not compress;
+    * ``slower_by``: how much longer the measured step of the predicted best is, as a share of the shortest one;
+    * ``is_right``: whether ``slower_by`` is within :data:`MARGIN`;
+    * ``sides``: for each ``codec`` ``predicted_times`` and ``measured_times``, DDP's step over the codec's, and
+      ``is_right``: whether both are on the same side of 1. It is None if the measured step is within :data:`MARGIN` of
+      DDP's, so that neither side is wrong.
 
     Args:
-        rows: of :func:`run`. Rows that failed are left out.
+        rows: rows from :func:`run`. Rows that failed are left out.
 
     Example:
         >>> def row(codec, said, was):

@@ -22,7 +22,7 @@ __all__ = ["BASELINES", "LOOPS", "OTHERS", "Data", "Loop", "Maker"]
 
 #: The group of the quantizers and the density of the sparse loops, as in the table of targets.
 GROUP = 128
-#: Number of kept values that share their levels.
+#: Number of values selected by top-k that share one set of levels.
 _KEPT_GROUP = 256
 DENSITY = 0.001
 #: A higher density, at which the selected values take more of the time.
@@ -41,7 +41,7 @@ _PLANE = (8, 112)
 
 @dataclass(frozen=True)
 class Loop:
-    """An operation to time, how to restore its state, and the bytes that it has to read and write at least."""
+    """An operation to time, a function that restores its state, and the minimum of bytes that it reads and writes."""
 
     body: Callable[[int], object]
     restore: Callable[[], object] | None = None
@@ -60,7 +60,7 @@ class Data:
         self.y = torch.zeros(numel, device=device)
 
     def normal(self, *shape: int) -> Tensor:
-        """More of the same kind: the same numbers on every device."""
+        """Return more normal numbers, which are the same on every device."""
         return torch.randn(*shape, generator=self._generator, device="cpu").to(self.device)
 
 
@@ -136,7 +136,7 @@ def _ef_topk_encode(density: float) -> Maker:
 
 
 def _ef_topk_kept(density: float, bits: int) -> Maker:
-    """The same with a residual that is kept in so many bits."""
+    """``topk+ef`` of one tensor with a residual that is kept in ``bits`` bits."""
 
     def make(data: Data, backend: Any) -> Loop:
         n, k, x = data.numel, max(1, round(data.numel * density)), torch.empty(data.numel)
@@ -166,7 +166,7 @@ def _ef_topk_kept(density: float, bits: int) -> Maker:
 
 
 def _keep(bits: int, *, read: bool = False) -> Maker:
-    """A residual that is kept in so many bits, or read again."""
+    """Store a residual in ``bits`` bits or, with ``read``, load it again."""
 
     def make(data: Data, backend: Any) -> Loop:
         if bits == 16:
@@ -184,7 +184,7 @@ def _keep(bits: int, *, read: bool = False) -> Maker:
 
 
 def _split_shares(data: Data, backend: Any) -> Loop:
-    """What a rank sends, to its owners among eight."""
+    """Split what a rank sends among eight owners."""
     at = backend.select_topk(data.x, data.k)
     values = data.x[at.long()]
     local = torch.empty(_OWNERS, data.k, dtype=torch.int32)
@@ -203,7 +203,10 @@ def _threshold(data: Data, backend: Any) -> Loop:
 
 
 def _levels(bits: int, *, decode: bool) -> Maker:
-    """The whole tensor as values that were kept: 64 times as many as it has, so see the loop in that light."""
+    """Encode or decode levels, with all elements of the tensor as selected values.
+
+    That is a thousand times as many as top-k with :data:`DENSITY` selects from a tensor of this size.
+    """
 
     def make(data: Data, backend: Any) -> Loop:
         out = torch.empty(kernels.levels_nbytes(data.numel, bits, _KEPT_GROUP), dtype=torch.uint8)
@@ -235,7 +238,7 @@ def _sparse_accumulate(data: Data, backend: Any) -> Loop:
 
 
 def _fixed_point(data: Data) -> Tensor:
-    """Codes of the tensor, of the unit that a range of [−10, 10] has."""
+    """Return fixed-point codes of the tensor, in the unit for a range of [−10, 10]."""
     codes = torch.empty(data.numel, dtype=torch.int32)
     kernels.fixed_quantize(data.x, codes, 2.0**-27, 2**31 - 1)
     return codes
@@ -247,14 +250,14 @@ def _fixed_quantize(data: Data, backend: Any) -> Loop:
 
 
 def _fixed_encode(data: Data, backend: Any) -> Loop:
-    """Two slices become one packet; a slice is half of the tensor, so that all of it is handled once."""
+    """Add two slices into one packet. A slice is half of the tensor, so that every element is read once."""
     codes, half = _fixed_point(data), data.numel // 2
     packet = data.y.view(torch.int32)[:half]
     return Loop(lambda _: backend.fixed_sum(codes, [0, half], packet))
 
 
 def _fixed_decode(data: Data, backend: Any) -> Loop:
-    """Decode a packet of two slices of which one is known, and add the other to what has arrived."""
+    """Decode a packet of two slices, of which one is known, and add the other one to the total."""
     codes, half = _fixed_point(data), data.numel // 2
     return Loop(lambda _: backend.fixed_decode(codes[half:][:half], codes, [0], data.y.view(torch.int32)[:half]))
 
@@ -265,7 +268,7 @@ def _fixed_dequantize(data: Data, backend: Any) -> Loop:
 
 
 def _low_rank_product(data: Data, backend: Any) -> Loop:
-    """Rank 4, into the largest square matrix that the tensor holds."""
+    """Multiply factors of rank 4 into the largest square matrix that fits into the tensor."""
     side = math.isqrt(data.numel)
     out = data.y[: side * side]
     p, q = (data.normal(4, side) for _ in range(2))
@@ -273,8 +276,10 @@ def _low_rank_product(data: Data, backend: Any) -> Loop:
 
 
 def _dgc(sampled: bool) -> Maker:
-    """A step of ``dgc:density=0.001`` on one tensor: velocity, accumulation, selection, masking, with the threshold of
-    a step before, or of a sample. Writing the payload is the work of the loops of top-k.
+    """A step of ``dgc:density=0.001`` on one tensor: velocity, accumulation, selection, masking.
+
+    The threshold comes from a step before or, with ``sampled``, from a sample. Writing the payload is not included; the
+    loops of top-k time it.
     """
 
     def make(data: Data, backend: Any) -> Loop:
@@ -306,11 +311,13 @@ def _orthonormalize(data: Data, backend: Any) -> Loop:
 
 
 def _aq_sgd(sends: bool) -> Maker:
-    """What AQ-SGD adds to its codec at one end, for a batch of samples that are held: look the buffer up and update it,
-    with a plain sum where the codec would decode into it.
+    """The work that AQ-SGD adds to its codec at one end, for a batch of samples that have a buffer.
+
+    It looks the buffer up and updates it, with a plain sum where the codec would decode into the buffer.
 
     Args:
-        sends: this end takes the difference and sees that it is finite; the other copies the new buffer to its output.
+        sends: this end takes the difference and checks that it is finite; the other end copies the new buffer to its
+            output.
     """
 
     def make(data: Data, backend: Any) -> Loop:
@@ -365,7 +372,7 @@ def _activation_quantize(bits: int, *, watch: bool = False) -> Maker:
 
 
 def _activation_learning(bits: int) -> Maker:
-    """With ranges that were estimated, which learn of the batch: what a step does with most tensors."""
+    """Quantize with estimated ranges, and update these with the batch, as a step does for most tensors."""
 
     def make(data: Data, backend: Any) -> Loop:
         a = _Activation(data, backend, bits)
@@ -411,7 +418,7 @@ def _activation_apply_mask(data: Data, backend: Any) -> Loop:
 
 
 class _Pooled:
-    """The tensor as planes, pooled as a ResNet does it: a result for four elements."""
+    """The tensor as planes, pooled as in a ResNet: one result for four elements."""
 
     def __init__(self, data: Data) -> None:
         rows, columns = _PLANE
@@ -539,10 +546,10 @@ def _bitsandbytes_dequantize(data: Data, _: Any) -> Loop:
     return Loop(lambda _: dequantize_blockwise(codes, scales, blocksize=_BLOCKWISE), nbytes=nbytes)
 
 
-#: Elements that share a scale in bitsandbytes: the nearest to ours that it has on every device.
+#: Elements that share a scale in bitsandbytes: of the sizes that it has on every device, the nearest to :data:`GROUP`.
 _BLOCKWISE = 256
 
-#: Name → the package that has it, and the same job by that package: 8 bits, and the largest magnitude of a block.
+#: Name → the package, and its loop for the same job: 8 bits, scaled by the largest magnitude of a block.
 OTHERS: dict[str, tuple[str, Maker]] = {
     "bitsandbytes 8-bit encode": ("bitsandbytes", _bitsandbytes_quantize),
     "bitsandbytes 8-bit decode": ("bitsandbytes", _bitsandbytes_dequantize),

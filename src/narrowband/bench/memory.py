@@ -81,7 +81,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 
 
 def optimizer_of(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """One of :data:`OPTIMIZERS`.
+    """Make one of :data:`OPTIMIZERS`.
 
     Raises:
         ValueError: there is no optimizer of that name, or its package is missing.
@@ -146,10 +146,10 @@ class Way:
     """One way to train.
 
     Attributes:
-        name: of its row.
-        policy: of what is kept for backward. One that is off only counts.
+        name: name of its row.
+        policy: policy for activations that are kept for backward. A policy that is off only counts bytes.
         amp: whether forward runs under bfloat16 autocast.
-        checkpoint: whether of every block only the input is kept (full activation checkpointing).
+        checkpoint: whether only the input of every block is kept (full activation checkpointing).
         compiled: whether ``torch.compile`` compiles the model.
     """
 
@@ -161,19 +161,19 @@ class Way:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is done to save memory, but for autocast."""
+        """Whether the way does nothing to save memory, apart from autocast."""
         return self.policy.is_off and not self.checkpoint and not self.compiled
 
 
-#: What transformers call the half of a block that is not attention.
+#: Pattern of the names that transformers give to the feed-forward part of a block.
 _MLPS = "*.mlp"
 
 
 def _ways(config: Config) -> list[Way]:
-    """What is measured; the first is what the others are compared with.
+    """Return the ways to measure. The others are compared with the first.
 
     Raises:
-        ValueError: a row is asked for that there is not.
+        ValueError: the configuration asks for a row that does not exist.
     """
     if not config.only:
         return _all_ways(config)
@@ -210,18 +210,18 @@ def _all_ways(config: Config) -> list[Way]:
 
 
 def _has_mlps(config: Config) -> bool:
-    # A batch of one is enough to see names; a model of the user's own may be made for the batch that was asked for.
+    # Names need only a batch of one; a user's own model may need the batch of the configuration.
     model, _ = subject(config.model, 1 if config.model in SUBJECTS else config.batch)
     return any(fnmatch.fnmatchcase(name, _MLPS) for name, _ in model.named_modules())
 
 
 def count(config: Config) -> int:
-    """How many events a run has."""
+    """Return the number of events of a run."""
     return len(_ways(config)) * (1 + config.rounds + config.peaks)
 
 
 class _Row:
-    """One way to train: its own model, with the same parameters and inputs as the others'."""
+    """One way to train, with a model of its own that has the same parameters and inputs as those of other ways."""
 
     def __init__(self, way: Way, build: Callable[[], Subject], device: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -235,15 +235,15 @@ class _Row:
             self.model.compile()
         self.context = compress_activations(self.model, policy=way.policy)
         self.steps: list[float] = []
-        self.hosts: list[float] = []  # of these, until Python was done
-        self.ratios: list[float] = []  # to the first row's step right before
+        self.hosts: list[float] = []  # the part of each step until Python was done
+        self.ratios: list[float] = []  # over the first row's step right before
         self.saved: Saved
         self.error: float | None = None
         self.cosine: float | None = None
         self.peak: int | None = None
 
     def step(self, *, counted: bool = False) -> Saved | None:
-        """Forward and backward; what was saved, if it is counted or compressed."""
+        """Do forward and backward; return what was saved, if that is counted or compressed."""
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -255,7 +255,10 @@ class _Row:
         return saved
 
     def settled(self) -> tuple[float, float]:
-        """Seconds of a step after one of its kind, as in training, and of these until the host has told all of it."""
+        """Time a step that follows one of its kind, as in training.
+
+        Returns its seconds, and the part of them until the host has launched all work.
+        """
         self.step()
         wait_for(self.device)
         begin = time.perf_counter()
@@ -274,8 +277,8 @@ def run(
 
     Args:
         config: what to measure.
-        on_event: called with the name of the row at work.
-        on_round: called after each round with what is known so far.
+        on_event: called with the name of the row that is measured.
+        on_round: called after each round with the rows so far.
     """
     ways, device = _ways(config), config.device or default_device()
     if config.model not in SUBJECTS:
@@ -305,27 +308,36 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Measure ways to train one model, which take turns in this process.
 
-    Rows hold ``name``, ``step_s``, ``host_s`` (of these seconds, those until the host had told a GPU all that there is
-    to do; None without one), the rounds' ``ratios`` to the first row's step, ``kept_bytes`` and ``kept_ratio``
-    (the first row's over its own), ``peak_bytes`` and ``peak_ratio`` likewise (None where the system does not tell, or
-    nobody asked), ``compress_s`` (seconds of a step that packing and unpacking take), ``gradient_error``: the norm of
-    the difference from the plain row's gradients over the norm of these, and ``gradient_cosine`` of the angle between
-    both; rows of other arithmetic (bf16) are compared with bf16. ``ratio_to_plain`` is the median of ``ratios``, or
-    None where the first row is bf16's. ``ratio_to_same_precision`` and ``peak_to_same_precision`` are a row's step and
-    peak over those of the row in which nothing is compressed and whose precision is the same, None where there is none:
-    of steps the median over rounds, each of which has both rows' ratios to the first.
+    Rows hold
+
+    * ``name``;
+    * ``step_s``: the median step; ``host_s``: the part of it until the host has launched all work of a GPU; None on the
+      CPU;
+    * ``ratios``: for each round, the step over the first row's step; ``ratio_to_plain``: their median, or None if the
+      first row is in bf16;
+    * ``ratio_to_same_precision``: the step over that of the row that compresses nothing in the same precision, as the
+      median over rounds of the quotient of both rows' ``ratios``; None if there is no such row;
+    * ``kept_bytes``, and ``kept_ratio``: the first row's kept bytes over this row's; ``saved_of_own``: the share of
+      bytes that the row saves of those that it would keep uncompressed;
+    * ``peak_bytes`` and ``peak_ratio``: the same of peaks; ``peak_to_same_precision``: the peak over that of the row
+      that compresses nothing in the same precision. None if the system does not report peaks, or without ``peaks``;
+    * ``compress_s``: seconds of a step that packing and unpacking take;
+    * ``gradient_error``: the norm of the difference from exact gradients over the norm of these, and
+      ``gradient_cosine``: the cosine of the angle between both. Exact gradients are the plain row's, for rows in bf16
+      those of the row bf16;
+    * ``by_operator``: operator → its bytes and seconds.
 
     Args:
-        ways: the first one is what the others are compared with.
-        build: makes the model and its inputs. It goes to other processes for peaks: a function of a module, or a
-            partial of one.
+        ways: ways to train. The others are compared with the first.
+        build: makes the model and its inputs. It must be a function of a module, or a partial of one, because peaks are
+            measured in other processes.
         rounds: timed steps of every row, each right after a step of the first way.
-        peaks: whether to measure these, too; ``alive``: of the bytes of tensors, above the model's and its inputs'
-            own, which do not depend on what malloc makes of them; see :func:`most_alive`.
+        peaks: whether to measure peaks, too; ``alive``: measure peaks of bytes of tensors above those of the model and
+            its inputs, which do not depend on malloc (see :func:`most_alive`).
         device: cpu or cuda; CUDA where there is any, if not given.
         seed: of parameters and data.
-        on_event: called with the name of the row at work.
-        on_round: called after each round with the rows as far as they are known: peaks are measured last.
+        on_event: called with the name of the row that is measured.
+        on_round: called after each round with the rows so far. Peaks are missing, because they are measured last.
     """
     tell = on_event or (lambda _: None)
     rows = [_Row(way, build, device or default_device(), seed) for way in ways]
@@ -333,7 +345,7 @@ def compare(
     for row in rows:
         tell(row.way.name)
         row.step()
-        row.step()  # learns ranges, compiles loops, fills caches
+        row.step()  # estimates ranges, compiles loops, fills caches
         torch.manual_seed(seed)  # dropout leaves out the same elements in all rows
         saved = row.step(counted=True)
         assert saved is not None
@@ -388,7 +400,7 @@ def _told(row: _Row, rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def result_of(output: Any) -> Tensor:
-    """The first tensor that needs gradients of whatever a model returns.
+    """Return the first tensor that needs gradients, from whatever a model returns.
 
     Raises:
         ValueError: there is none.
@@ -413,17 +425,18 @@ def scalar_of(output: Any) -> Tensor:
     x = result_of(output).float()
     if not x.dim() or x.shape[-1] < 2:
         return x.square().mean()
-    # Not a sum of squares: a final norm makes all rows equally long, so its gradient would vanish there.
+    # A sum of squares would not do: a final norm makes all rows equally long, so the gradient would vanish there.
     rows = x.reshape(-1, x.shape[-1])
     return F.cross_entropy(rows, torch.arange(len(rows), device=x.device) % rows.shape[1])
 
 
 def _beside(own: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[float | None, float | None]:
-    """The norm of the difference over that of the reference, and the cosine of the angle between both; None where they
-    say nothing, because a gradient is zero or not finite.
+    """Compare gradients with a reference.
 
-    Sums are in float64, where the gradients are, and of one parameter after the other: a GPU has no room for copies of
-    all of them, and a link to the CPU would be slower than training.
+    Returns the norm of the difference over that of the reference, and the cosine of the angle between both; None if
+    they mean nothing, because a gradient is zero or not finite. Sums are in float64, on the gradients' device, one
+    parameter at a time: a GPU has no room for copies of all gradients, and a link to the CPU would be slower than
+    training.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=reference[0].device if reference else None)
     for own_x, reference_x in zip(own, reference, strict=True):
@@ -441,7 +454,7 @@ def gradients_of(model: nn.Module) -> Tensor:
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:
-    """Full activation checkpointing: of every block only the input is kept."""
+    """Apply full activation checkpointing: keep only the input of every block."""
     lists = [m for m in model.modules() if isinstance(m, (nn.Sequential, nn.ModuleList)) and len(m) > 1]
     if not lists:
         raise ValueError("checkpointing needs blocks: a Sequential or ModuleList of several modules")
@@ -464,7 +477,9 @@ def _peak(row: _Row, build: Callable[[], Subject], seed: int) -> int | None:
 
 
 def _alive(row: _Row, build: Callable[[], Subject], seed: int) -> int | None:
-    """Bytes of tensors. On CPU in a process of its own: of thousands of small ones the profiler takes gigabytes."""
+    """Measure the peak of bytes of tensors. On CPU a separate process does it, because the profiler takes gigabytes for
+    thousands of small tensors.
+    """
     if row.device == "cpu":
         return _alone(_alive_alone, row.way, build, seed)
     row.model.zero_grad()
@@ -488,11 +503,11 @@ def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu")
     depend on malloc's behaviour.
 
     Args:
-        run: called once, with a function that it may call where one part of it ends and another begins.
+        run: called once, with a function that it may call where one part ends and the next one begins.
         device: cpu or cuda.
 
     Returns:
-        Of each part.
+        The peak of each part.
 
     Example:
         >>> def two_parts(mark):
@@ -534,10 +549,10 @@ def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu")
 
 
 def footprint(way: Way, build: Callable[[], Subject], *, seed: int = 0, optimizer: str = "adamw") -> int | None:
-    """Bytes of memory that training takes as a whole, on the CPU: parameters, gradients, what the optimizer keeps,
-    inputs, what is kept for backward, and whatever is needed for a moment.
+    """Measure the memory of training as a whole on the CPU, in bytes.
 
-    The resident set of a process of its own at its highest, over three steps, above what it is with all libraries
+    It includes parameters, gradients, the optimizer's state, inputs, what is kept for backward, and temporary memory.
+    It is the peak of the resident set of a separate process over three steps, above its size with all libraries
     loaded. It depends on the process's allocator, which environment variables choose.
 
     Args:
@@ -547,10 +562,10 @@ def footprint(way: Way, build: Callable[[], Subject], *, seed: int = 0, optimize
         optimizer: one of :data:`OPTIMIZERS`.
 
     Returns:
-        None where the system does not tell.
+        The bytes; None if the system does not report them.
 
     Raises:
-        BrokenProcessPool: the process was ended, for want of memory perhaps.
+        BrokenProcessPool: the process was killed, perhaps because memory ran out.
 
     Example:
         >>> footprint(Way("plain"), functools.partial(subject, "gpt", 4)) > 4 * 4 * 10_000_000
@@ -633,27 +648,27 @@ def _status(name: str) -> int:
 
 
 def survey(model: nn.Module, inputs: tuple[Any, ...], policy: ActivationPolicy, *, amp: bool = False) -> Saved:
-    """What one step of a model saves under a policy, with the seconds that packing and unpacking take.
+    """Return what one step of a model saves under a policy, with the seconds that packing and unpacking take.
 
     Args:
-        model: in the mode it is trained in.
-        inputs: of its forward.
-        policy: what is kept in how many bits.
-        amp: whether it runs under bfloat16 autocast.
+        model: the model, in the mode in which it is trained.
+        inputs: inputs of its forward.
+        policy: says in how many bits what is kept.
+        amp: whether forward runs under bfloat16 autocast.
 
     Raises:
-        ValueError: the model raises an error in such a step, be it compressed or not; says which.
+        ValueError: the model raises an error in such a step, with or without compression. The message names the error.
     """
     device = next((p.device.type for p in model.parameters()), "cpu")
     context = compress_activations(model, policy=policy)
     try:
-        for _ in range(2):  # once for loops to be compiled
+        for _ in range(2):  # the first step compiles loops
             with context as saved, torch.autocast(device, torch.bfloat16, enabled=amp):
                 output = model(*inputs)
             torch.autograd.backward(scalar_of(output))
             model.zero_grad()
     except Exception as error:
-        if not is_out_of_memory(error):  # find out whether the model raises it without compression, too
+        if not is_out_of_memory(error):  # check whether the model raises it without compression, too
             with torch.autocast(device, torch.bfloat16, enabled=amp), users_errors("the model's forward raised"):
                 output = model(*inputs)
             loss = scalar_of(output)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "run"]
 
-#: Of the model: a matrix in, one out.
+#: Sizes of the model: one matrix from width to hidden, and one back.
 _WIDTH, _HIDDEN = 256, 1024
 
 #: A peer that reports nothing for this many seconds has hung.
@@ -92,11 +92,15 @@ class Config:
 def run(config: Config, on_event: Callable[[dict[str, Any]], None] = lambda _: None) -> list[dict[str, Any]]:
     """Do the undisturbed run, and then the disturbed one; return a row for each.
 
-    A row has ``name``, ``rounds``, ``steps`` (of all peers, as far as rounds took them in), ``seconds``, ``goodput``
-    (steps per second), ``absent_s`` (seconds of peers that were dead or frozen, added up), ``slowest_s`` (the longest
-    time from one round to the next, on a peer that was there), ``equal`` (whether all peers had the same bits after
-    every round) and ``back`` (how many rounds the killed and the frozen peer took part in after they returned). The
-    second has ``share``, its goodput over the first one's, and ``share_present``, the same of those present.
+    A row has ``name``, ``rounds`` and
+
+    * ``seconds``: from the end of the first round to that of the last; ``steps``: steps of all peers that the rounds
+      after the first took in; ``goodput``: steps per second;
+    * ``absent_s``: seconds for which peers were dead or frozen, added up over peers;
+    * ``slowest_s``: the longest time from one round to the next; a round ends when the first peer has applied it;
+    * ``equal``: whether all peers had the same bits after every round;
+    * ``back``: number of rounds in which the killed and the frozen peer took part after their return;
+    * ``share``, of the second row: its goodput over the first one's; ``share_present``: the same for peers present.
 
     Args:
         config: what to do.
@@ -125,8 +129,8 @@ class _Run:
         self._store = serve(0, "127.0.0.1")
         self._peers: dict[str, tuple[ForkServerProcess, Connection]] = {}
         self._digests: dict[int, set[str]] = {}
-        self._taken: dict[int, int] = {}  # round → steps of those that took part
-        self._first: dict[int, float] = {}  # round → when the first peer had it
+        self._taken: dict[int, int] = {}  # round → steps of the peers that took part
+        self._first: dict[int, float] = {}  # round → time at which the first peer had applied it
         self._took_part: dict[str, list[int]] = {}
         self._absent_s = 0.0
 

@@ -106,7 +106,7 @@ class Config:
         self.place()
 
     def shape(self) -> GPTConfig:
-        """The model: a block to a stage."""
+        """The model's configuration, with one block per stage."""
         return GPTConfig(256, self.dim, self.nodes, max(1, self.dim // 16), self.sequence, self.batch)
 
     def place(self) -> Loopback | LabConfig:
@@ -125,12 +125,14 @@ def specs_of(row: str) -> tuple[str, str]:
 def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
     """Measure all rows in one session of ranks.
 
-    Rows hold ``name``, ``step_s``, ``tokens_per_s``, ``times_none`` (tokens per second over those of the row ``none``),
-    ``loss`` (nats per byte, mean over the last two epochs), ``loss_ratio`` (over that of ``none``), ``forward_nbytes``
-    and ``backward_nbytes`` (per boundary and micro-batch, in the last epoch), ``forward_relative_error`` and
-    ``backward_relative_error`` (as in :class:`narrowband.pipeline.ChannelStats`), ``link_bytes_per_step`` (of the
-    busiest rank; None on loopback), ``link_s``, ``compute_s`` and ``share_of_allowed``. A row that could not run holds
-    ``error``.
+    Rows hold
+
+    * ``name``, ``step_s``, ``tokens_per_s``, and ``times_none``: tokens per second over those of the row ``none``;
+    * ``loss``: in nats per byte, mean over the last two epochs; ``loss_ratio``: the loss over that of ``none``;
+    * ``forward_nbytes`` and ``backward_nbytes``: per boundary and micro-batch, in the last epoch;
+    * ``forward_relative_error`` and ``backward_relative_error``: as in :class:`narrowband.pipeline.ChannelStats`;
+    * ``link_bytes_per_step``: of the busiest rank; None on loopback;
+    * ``link_s``, ``compute_s`` and ``share_of_allowed``: see the module; on loopback all but ``compute_s`` are None.
 
     Args:
         on_event: called with ``{"event": "step", "done": …, "of": …, "name": …}`` while the ranks work.
@@ -259,7 +261,7 @@ class _Row:
         self.nbytes: dict[str, float] = {}
 
     def train(self, ids: Tensor, x: Tensor, y: Tensor, card: str | None) -> None:
-        """One step; all ranks begin together."""
+        """Do one step, which all ranks begin together."""
         dist.barrier()
         sent = transmitted(card) if card else 0
         start = time.perf_counter()
@@ -273,7 +275,7 @@ class _Row:
         else:
             self._schedule.step(return_outputs=False)
         self._optimizer.step()
-        dist.barrier()  # what is on the wire belongs to this step
+        dist.barrier()  # bytes still on the wire belong to this step
         self.step_s.append(time.perf_counter() - start)
         self.link_bytes.append(transmitted(card) - sent if card else 0)
         if losses:
@@ -305,7 +307,7 @@ class _Row:
 
 
 def _batches(config: Config, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The steps of an epoch: ids of windows, the windows, and the same one byte later."""
+    """Yield the steps of an epoch: ids of windows, the windows, and the windows shifted by one byte."""
     text = standard_library().train
     windows = config.batches * config.microbatches * config.batch
     starts = torch.linspace(0, text.numel() - config.sequence - 2, windows).long()

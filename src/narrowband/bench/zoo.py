@@ -29,7 +29,7 @@ from narrowband.errors import is_out_of_memory
 
 __all__ = ["Config", "count", "fitted", "foretold", "profile", "run", "sentence", "summary"]
 
-#: Samples, at most.
+#: Largest batch.
 _MOST = 256
 
 
@@ -76,13 +76,20 @@ def count(config: Config) -> int:
 def run(config: Config, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
     """Yield a row for every architecture, as soon as it is measured.
 
-    Rows hold ``name``, ``family``, and either ``skipped``, a sentence, or ``batch``, ``plain_s``, ``ratio_to_plain``
-    with the rounds' ``ratios``, ``kept_bytes``, ``kept_share`` of what a plain step keeps, ``peak_share`` of the bytes
-    of tensors that are alive at once in it, beside parameters and inputs, and ``gradient_cosine`` between the gradients
-    of a step and the exact ones. With ``shares`` there are, beside ``batch``,
-    ``plain_bytes`` and ``notes``, and in ``budgets`` for every share whether it was ``reached``, the bytes that were
-    ``predicted`` and ``measured``, their ``error``, the ratio of steps, likewise, the gradients' error, and how many
-    units had which offer.
+    Rows hold ``name`` and ``family``. An architecture that could not be measured also has ``skipped``, a sentence;
+    others have ``batch`` and
+
+    * ``plain_s``: a plain step; ``ratio_to_plain``: the step in few bits over it, and ``ratios``: the same by round;
+    * ``kept_bytes``, and ``kept_share``: their share of the bytes that a plain step keeps;
+    * ``peak_share``: the peak of bytes of tensors, without parameters and inputs, as a share of a plain step's;
+    * ``gradient_cosine``: the cosine between a step's gradients and the exact ones.
+
+    With ``config.shares``, they have ``batch`` and instead
+
+    * ``plain_bytes`` and ``notes``;
+    * ``budgets``: for every ``share`` whether it was ``reached``; the ``predicted`` and ``measured`` bytes, and the
+      ``error`` of the former; ``predicted_ratio`` and ``ratio_to_plain`` of steps; ``gradient_error``; and ``units``:
+      kind of offer → number of units that have it.
 
     Args:
         config: what to measure.
@@ -106,7 +113,7 @@ def run(config: Config, known: Sequence[dict[str, Any]] = ()) -> Iterator[dict[s
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median and largest ratio of steps, median and largest share that is kept, smallest cosine.
+    """Return the median and largest ratio of steps, the median and largest kept share, and the smallest cosine.
 
     Raises:
         ValueError: nothing was measured.
@@ -204,7 +211,7 @@ def _budgets(name: str, config: Config, threads: int) -> dict[str, Any]:
 
 
 def fitted(name: str, config: Config) -> dict[str, Any]:
-    """The rest of the row of one architecture that is trained within budgets."""
+    """Train one architecture within budgets; return its row without name and family."""
     batch = _batch(name, config)
     job = Job(functools.partial(subject, name, batch), device=config.device, seed=config.seed, alone=False)
     fits = fit_shares(job, config.shares)
@@ -248,7 +255,7 @@ def _compared(name: str, config: Config) -> dict[str, Any]:
         )
         if plain["step_s"] >= config.seconds or batch >= _MOST:
             break
-        batch *= 2  # steps were slower when the batch was chosen
+        batch *= 2  # steps are now faster than when the batch was chosen
     return {
         "batch": batch,
         "plain_s": plain["step_s"],
