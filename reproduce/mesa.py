@@ -303,7 +303,7 @@ def _judged(found: Sequence[Group], text: str, names: Sequence[str], verdict: Ca
 
 
 def _off(error: float) -> str:
-    """In per cent; of an error beyond the gradient itself, how many times as large."""
+    """Format an error in per cent or, if it is larger than the gradient itself, as a multiple of it."""
     return f"{error:.1%}" if error < 10.0 else f"{error:.1g} times"
 
 

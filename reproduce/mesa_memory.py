@@ -599,7 +599,7 @@ class Options:
     workers: int = 2
     """Trials at a time, each in a process of its own, with one thread."""
     seed: int = 0
-    """Of parameters and inputs."""
+    """Seed of parameters and inputs."""
     output: Path | None = None
     """Directory of the result; reproduce/results/mesa_memory when left out."""
     resume: bool = True

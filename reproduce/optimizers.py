@@ -131,13 +131,13 @@ class Options:
     """
 
     optimizers: tuple[Optimizer, ...] = get_args(Optimizer)
-    """Only these."""
+    """Train with only these optimizers."""
     specs: tuple[str, ...] = ()
-    """Only these specs, beside none; all when left out."""
+    """Train with only these specs, and with none; all specs when left out."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds; each codec is compared with none of the same seed."""
     size: Literal["small", "medium"] = "small"
-    """Of model and training: small takes half an hour of one core, medium hours."""
+    """Size of model and training: small takes half an hour of one core, medium hours."""
     nodes: int = 2
     """Ranks on this machine."""
     data_dir: Path | None = None

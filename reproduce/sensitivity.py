@@ -109,7 +109,7 @@ class Options:
     checkpoints: tuple[int, ...] = (200, 600)
     """Steps of plain training, with AdamW, after which short runs begin."""
     steps: int = 4
-    """Of a short run."""
+    """Steps of a short run."""
     repeats: int = 2
     """Short runs per layer and choice, each with its own data."""
     looks: int = 20
@@ -117,15 +117,15 @@ class Options:
     batch: int = 8
     """Windows of 64 bytes per step of a short run, and per look; training takes 32."""
     heldout: int = 16
-    """Windows that the loss after a short run is of."""
+    """Windows on which the loss after a short run is computed."""
     lr: float = 1e-3
-    """Of SGD in short runs."""
+    """Learning rate of SGD in short runs."""
     adamw: bool = True
     """Also short runs with the AdamW of training, from the last checkpoint; --no-adamw leaves them out."""
     families: tuple[str, ...] = tuple(FAMILIES)
-    """Which; all when left out."""
+    """Families of codecs to measure; all when left out."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of parameters, data and rounding; a model for each."""
+    """Seeds of parameters, data and rounding; one model for each."""
     nodes: int = 2
     """Models that are measured at a time."""
     data_dir: Path | None = None
