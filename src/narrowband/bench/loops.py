@@ -106,7 +106,10 @@ def _select(sampled: bool) -> Maker:
 
 
 def _take_difference(data: Data, backend: Any) -> Loop:
-    """Swap an update with the parameters before it, so that two calls restore the state."""
+    """Exchange parameters after an update and before it for those before it and the update.
+
+    ``(y, base) ← (base, y − base)``. Between calls, only ``y`` is restored.
+    """
     base = data.normal(data.numel)
     return Loop(lambda _: backend.take_difference(data.y, base), lambda: data.y.copy_(data.x), nbytes=4 * data.x.nbytes)
 
@@ -343,7 +346,7 @@ def _aq_sgd(sends: bool) -> Maker:
 
 
 class _Activation:
-    """The tensor as saved activations of a transformer block: a range per head, in rows of one token's features."""
+    """The tensor as saved activations of a transformer block: rows of one token's features, with a range per head."""
 
     def __init__(self, data: Data, backend: Any, bits: int = 8) -> None:
         self.rows = kernels.Rows(1, data.numel // math.prod(_HEADS), *_HEADS)
