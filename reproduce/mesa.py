@@ -303,7 +303,7 @@ def _judged(found: Sequence[Group], text: str, names: Sequence[str], verdict: Ca
 
 
 def _off(error: float) -> str:
-    """Format an error in per cent or, if it is larger than the gradient itself, as a multiple of it."""
+    """Format an error in per cent or, from ten times the gradient on, as a multiple of the gradient."""
     return f"{error:.1%}" if error < 10.0 else f"{error:.1g} times"
 
 
