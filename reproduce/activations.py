@@ -1,4 +1,4 @@
-"""What backward keeps of a row's activations: counted, compared with the exact gradient, and noted over training.
+"""Train a row with compressed activations: count the bytes kept for backward, measure the gradient error, trace ranges.
 
 Source: Pan et al. 2021, Mesa (arXiv 2111.11124).
 """
@@ -21,15 +21,16 @@ from reproduce.tasks import Task
 
 __all__ = ["Activations", "gradient", "read_policy"]
 
-#: Points in time at which ranges are noted.
+#: How many times during training the ranges are recorded.
 _POINTS = 50
 
 
 def read_policy(told: str) -> nb.ActivationPolicy:
-    """A policy from JSON. As in the paper, what could be computed again is kept, unless it says ``derive``.
+    """Read an activation policy from JSON. As in the paper, results that could be recomputed are kept, unless the JSON
+    sets ``derive``.
 
     Raises:
-        ValueError: it is none; says why.
+        ValueError: the text is not JSON, or not a policy; the message says why.
     """
     try:
         fields = json.loads(told)
@@ -41,13 +42,13 @@ def read_policy(told: str) -> nb.ActivationPolicy:
 
 
 class Activations:
-    """What backward keeps of a model's activations while it is trained.
+    """Compress the activations that a model saves for backward during training, and report what was kept.
 
     Args:
-        policy: what is kept in how many bits.
-        model: whose activations.
-        steps: of training.
-        trace: whether ranges are noted on the way.
+        policy: how many bits each kind of saved tensor gets.
+        model: the model whose activations are compressed.
+        steps: number of training steps.
+        trace: whether to record the ranges during training.
         amp: whether gradients are compared under bfloat16 autocast.
     """
 
@@ -62,7 +63,7 @@ class Activations:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """For forward of a step. A policy that leaves everything as it is only counts, and counting once is enough."""
+        """Compress during the forward pass of one step. A policy that is off only counts bytes, and only once."""
         if self._policy.is_off and self._saved is not None:
             yield
             return
@@ -70,15 +71,15 @@ class Activations:
             yield
 
     def note(self, step: int) -> None:
-        """Remember ranges as they are after so many steps, if it is time for that."""
+        """Record the ranges after ``step`` steps, if this is one of the points to record."""
         if self._trace and step in self._points:
             self._noted.append((step, self._context.state_dict()["estimates"]))
 
     def report(self, task: Task) -> dict[str, Any]:
-        """What :func:`reproduce.training.train` says of a row with activations in few bits."""
+        """Return what :func:`reproduce.training.train` adds to the result of a row with compressed activations."""
         saved = self._saved or Saved()
         told = {"bits": self._policy.bits} | replace(self._policy, derive=True).to_dict()
-        if self._policy.derive:  # as in rows: where it is not said, it is not done
+        if self._policy.derive:  # as in the specs of rows, where leaving ``derive`` out means False
             told["derive"] = True
         found = {
             "spec": json.dumps(told),
@@ -90,7 +91,7 @@ class Activations:
         return found | {"ranges": self._ranges()} if self._trace else found
 
     def _ranges(self) -> dict[str, Any]:
-        """What was noted of the first, the middle and the last block."""
+        """Return the ranges recorded in the first, the middle and the last block."""
         count = len(cast("nn.Sequential", self._model.get_submodule("blocks")))
         blocks = [f"blocks.{at}" for at in sorted({0, count // 2, count - 1})]
         known = self._noted[-1][1] if self._noted else {}
@@ -112,14 +113,14 @@ class Activations:
 def gradient(
     model: nn.Module, task: Task, x: Tensor, y: Tensor, keeping: AbstractContextManager[Any], *, amp: bool = False
 ) -> Tensor:
-    """That of a batch, of all parameters in one vector; what they hold as gradients is left alone.
+    """Compute the gradient of a batch, of all trained parameters in one vector; ``p.grad`` is not touched.
 
     Args:
-        model: whose.
-        task: has the loss.
+        model: the model to differentiate.
+        task: provides the loss.
         x: inputs.
         y: targets.
-        keeping: the context around forward.
+        keeping: the context manager around forward, such as one that compresses activations.
         amp: whether forward and the loss run under bfloat16 autocast.
     """
     with torch.autocast("cpu", torch.bfloat16, enabled=amp), keeping:
@@ -129,5 +130,5 @@ def gradient(
 
 
 def _rounded(values: Tensor) -> list[float]:
-    """To what can be seen in a picture."""
+    """Round to 4 significant digits: a plot shows no more."""
     return [float(f"{value:.4g}") for value in values.tolist()]

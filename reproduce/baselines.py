@@ -1,13 +1,14 @@
-"""What CSSGD's paper compares it with, as plainly as it can be done: synchronous SGD, and SGD with a parameter server.
+"""The baselines of CSSGD's paper, as simple as possible: synchronous SGD, and asynchronous SGD with a parameter server.
 
-* :class:`SSGD`: every node adds up the gradient of its share of the mini-batch, sends it to all others as it is, and
-  averages what it has. The transport says whether a gradient leaves its node once (multicast) or n − 1 times (unicast).
-* :func:`serve` and :func:`work`, together ASGD (Dean et al. 2012, *Large scale distributed deep networks*): one node
-  more, the server, has the parameters. Workers get them, compute the gradient of a share, send it, and get the
-  parameters as they are by then. Nobody waits for another worker, and gradients are applied as they arrive, whatever
-  the parameters were that they were computed with.
+* :class:`SSGD`: every node computes the gradient of its share of the mini-batch, sends it uncompressed to all others,
+  and averages all gradients. The transport decides whether a gradient leaves its node once (multicast) or n − 1 times
+  (unicast).
+* :func:`serve` and :func:`work` together are ASGD (Dean et al. 2012, *Large scale distributed deep networks*). One
+  additional node, the server, holds the parameters. A worker gets the parameters, computes the gradient of a share,
+  sends it, and gets the parameters that are current by then. No worker waits for another. The server applies gradients
+  as they arrive, however old the parameters are that they were computed with.
 
-Both work on a model whose parameters are one flat vector (:class:`Flat`), and use plain SGD, as the paper does.
+Both use a model whose parameters are one flat vector (:class:`Flat`), and plain SGD, as the paper does.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from narrowband.transport import Transport
 
 __all__ = ["SSGD", "Flat", "serve", "work"]
 
-#: What a server tells a worker before the parameters, or instead of them.
+#: What the server sends a worker: ``_GO_ON`` before the parameters, or ``_STOP`` instead of them.
 _GO_ON, _STOP = 1, 0
 
 
 class Flat:
-    """A model's parameters and their gradients, each as one vector that the model's own tensors are views of.
+    """A model's parameters in one flat vector, its gradients in another; the model's tensors become views of these.
 
     Args:
-        model: float32, all of whose parameters are trained.
+        model: a float32 model; all of its parameters are trained.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,18 +46,18 @@ class Flat:
             begin += p.numel()
 
     def descend(self, lr: float, gradient: Tensor | None = None) -> None:
-        """A step of SGD, along the own gradient or another."""
+        """Take a step of SGD along ``gradient``, or along the model's own gradient when None."""
         self.weights.add_(self.gradient if gradient is None else gradient, alpha=-lr)
 
 
 class SSGD:
-    """Gradients of all nodes, from each to all, and their mean: the same bits on all nodes.
+    """Synchronous SGD: every node sends its gradient to all others, and all compute the same mean, bit for bit.
 
     Args:
         flat: this node's model.
-        transport: to the other nodes.
-        rank: of this node.
-        world_size: how many there are.
+        transport: connects this node to the others.
+        rank: this node's rank.
+        world_size: number of nodes.
     """
 
     def __init__(self, flat: Flat, transport: Transport, rank: int, world_size: int) -> None:
@@ -69,21 +70,21 @@ class SSGD:
         self._wanted = [[] if row is None else [(0, row.numel())] for row in self._incoming]
 
     def average(self) -> None:
-        """Make of this node's gradient the mean of all nodes'. All call it in the same step."""
+        """Replace this node's gradient by the mean over all nodes. Collective: all nodes call it in the same step."""
         self._own.copy_(self._flat.gradient)
         self._transport.exchange(self._outgoing, self._incoming, self._wanted)
         torch.mean(self._gradients, dim=0, out=self._flat.gradient)
 
 
 def serve(weights: Tensor, workers: list[int], updates: int, lr: float, on_update: Callable[[int], None]) -> None:
-    """Be the parameter server until so many gradients have been applied, and every worker knows that it is over.
+    """Run the parameter server until ``updates`` gradients have been applied and every worker was told to stop.
 
     Args:
-        weights: flat; changed in place.
-        workers: their ranks.
-        updates: how many gradients are applied.
-        lr: of each gradient.
-        on_update: called after each with how many have been, while no other is applied.
+        weights: the flat parameters; changed in place.
+        workers: ranks of the workers.
+        updates: number of gradients to apply.
+        lr: learning rate of each gradient.
+        on_update: called after each gradient with the number applied so far; no other is applied meanwhile.
 
     Raises:
         RuntimeError: a worker is lost.
@@ -113,7 +114,7 @@ def serve(weights: Tensor, workers: list[int], updates: int, lr: float, on_updat
         except Exception as error:
             errors.append(error)
 
-    # A thread for each worker, so that parameters go to one while gradients come from another.
+    # One thread per worker, so that parameters can go to one worker while a gradient comes from another.
     threads = [threading.Thread(target=attend, args=(worker,)) for worker in workers]
     for thread in threads:
         thread.start()
@@ -124,15 +125,15 @@ def serve(weights: Tensor, workers: list[int], updates: int, lr: float, on_updat
 
 
 def work(flat: Flat, server: int, compute: Callable[[], None]) -> int:
-    """Be a worker until the server has enough.
+    """Run a worker until the server says stop.
 
     Args:
-        flat: this worker's model; its weights are the server's.
-        server: its rank.
-        compute: leaves the gradient of the next share in ``flat``.
+        flat: this worker's model; its weights are overwritten by the server's.
+        server: rank of the server.
+        compute: computes the gradient of the next share and leaves it in ``flat``.
 
     Returns:
-        How many gradients were sent.
+        The number of gradients sent.
     """
     told = torch.empty(1, dtype=torch.int64)
     sent = 0

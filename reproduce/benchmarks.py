@@ -1,8 +1,8 @@
-"""The page of benchmarks and the picture of the front page, from the records in ``benchmarks/results`` and, for what
-compression costs in loss, of :mod:`reproduce.optimizers`.
+"""Write the page of benchmarks and the picture of the front page from records.
 
-Nothing is measured here: ``narrowband bench`` and ``narrowband demo`` do that; ``benchmarks/README.md`` has the
-commands.
+Times, bytes and memory come from ``benchmarks/results``; the loss that compression costs comes from the record of
+:mod:`reproduce.optimizers`. Nothing is measured here: ``narrowband bench`` and ``narrowband demo`` do that, and
+``benchmarks/README.md`` has the commands.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["front", "page", "records"]
 
 _RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
-#: Among how many ranks sparse sums were counted.
+#: Numbers of ranks for which the bytes of sparse sums were counted.
 _SUMS = (4, 8, 16, 32)
 
-#: What a record is about → its file.
+#: Topic of a record → its file.
 _FILES = {
     "slow": "ddp-200mbit.json",
     "fast": "ddp-1gbit.json",
@@ -43,7 +43,7 @@ _FILES = {
     "loops": "kernels.json",
 }
 
-#: Where the losses of codecs under usual optimizers are recorded.
+#: The record with the losses of codecs under common optimizers.
 _LOSSES = Path(__file__).parent / "results" / "optimizers" / "summary.json"
 
 #: What the front page shows, and what it is called there.
@@ -54,10 +54,10 @@ _FRONT = {
     "powersgd:rank=4": "PowerSGD, rank 4",
     "topk:density=0.01+ef": "largest 1 %",
 }
-#: The one that its first lines name.
+#: The codec that the first lines of the front page name.
 _NAMED = "qsgd:bits=4"
 
-#: Loops of the kernels' benchmark, and what they do.
+#: Loop of the kernels' benchmark → what it does.
 _LOOPS = {
     "uniform-4bit-stochastic-encode": "4-bit stochastic quantize and pack",
     "uniform-4bit-decode-accumulate": "its decode, accumulating",
@@ -78,20 +78,20 @@ Records = Mapping[str, Mapping[str, Any]]
 
 
 def records() -> dict[str, dict[str, Any]]:
-    """What is recorded, by what it is about."""
+    """Read the records, by topic."""
     found = {about: json.loads((_RESULTS / name).read_text()) for about, name in _FILES.items()}
     return {**found, "losses": json.loads(_LOSSES.read_text())}
 
 
 def _rows(found: Records, about: str, key: str = "codec") -> dict[str, dict[str, Any]]:
-    """By name; rows that could not run are left out."""
+    """Return the rows of a record by name, without the rows that could not run."""
     return {row[key]: row for row in found[about]["rows"] if not row.get("error")}
 
 
 def front(found: Records) -> list[Panel]:
-    """How long a step takes on a slow link, and what becomes of the loss under usual optimizers.
+    """Return the front page's panels: the time of a step on a slow link, and the loss under common optimizers.
 
-    The two panels are of different runs: the benchmark takes too few steps to judge a loss by.
+    The two panels come from different runs: the benchmark takes too few steps to judge a loss by.
     """
     steps = _rows(found, "slow")
     gaps = {(line["optimizer"], line["spec"]): float(line["gap"]) for line in found["losses"]["lines"]}
@@ -205,7 +205,7 @@ _OPENING = Opening(
 def _table(
     title: str, text: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *told: Mapping[str, Any]
 ) -> list[str]:
-    """A section: what was measured, how it came out, and where figures come from."""
+    """Return the lines of a section: its text, its table, and the records that the figures come from."""
     return [
         *(f"## {title}", "", text, "", "| " + " | ".join(headings) + " |", "| --- |" + " ---: |" * (len(headings) - 1)),
         *("| " + " | ".join(row) + " |" for row in rows),
@@ -435,18 +435,18 @@ def page(found: Records, path: Path) -> None:
 
 
 def _packages(found: Records) -> str:
-    """Those that the measured architectures come from."""
+    """Name the packages that the measured architectures come from."""
     names = dict.fromkeys(ZOO[row["name"]].package for row in found["zoo"]["rows"] if "skipped" not in row)
     called = {"torch": "PyTorch"}
     return " and ".join(called.get(name, name) for name in names)
 
 
 def _budget(found: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What was measured, how far it is from what was predicted, and the step."""
+    """Return the cells of a budget: measured bytes, their difference from the prediction, and the step's time."""
     held = format_bytes(found["measured"])
     return held if found["reached"] else f"{held}, not met", f"{found['error']:+.1%}", f"{found['ratio_to_plain']:.2f}×"
 
 
 def _code(name: str) -> str:
-    """A spec, or two of them; what is another library's stands as it is."""
+    """Format a spec, or two, as code; names of torch's own methods stay as they are."""
     return name if name.startswith("torch") else " / ".join(f"`{spec}`" for spec in name.split("/"))

@@ -1,31 +1,32 @@
-"""What authors' code and other papers have that might be here, too: what it brings at equal bytes, beside what is here.
+"""Compare methods that the library does not have (from authors' code and other papers) with its own, at equal bytes.
 
-Each candidate stands in a table with what it would replace. A small GPT reads bytes of WikiText-2, and one process
-plays all of its ranks. There are two measures.
+Each candidate is in a table with the method that it would replace. A small GPT is trained on bytes of WikiText-2, and
+one process simulates all of its ranks. There are two measures.
 
-*The cumulated error.* The model is trained without compression, by SGD. Every codec gets the same stream of what every
-rank would send, its gradient times the learning rate, g_t. With d_t the average that arrives, the error after T steps
-is ‖Σ_{t≤T} (d_t − mean of g_t)‖: how far the parameters of plain SGD would have been led astray. It is given in mean
-steps, divided by the mean of ‖mean of g_t‖ over all steps, and is itself a mean over T. What feedback delays counts as
-long as it is late.
+*The cumulated error.* The model is trained without compression, by SGD. Every codec gets the same stream: what every
+rank would send in step t, its gradient times the learning rate, g_t. With d_t the average that arrives, the error after
+T steps is ‖Σ_{t≤T} (d_t − mean of g_t)‖: how far compression would have moved the parameters of plain SGD from their
+path. The error is divided by the mean of ‖mean of g_t‖ over all steps, so its unit is the mean step, and it is averaged
+over T. A number that error feedback delays counts as error until it is sent.
 
 *Training.* Where the question is what late numbers do to an optimizer, the model is trained with the compression, and
 judged by the perplexity of held-out text.
 
-Candidates are written here in plain PyTorch, with no payload: their bytes are those that a payload would take.
+Candidates are written in plain PyTorch and make no payloads: their bytes are those that a payload would take.
 
 * natural compression: the nearest powers of two, rounded at random (Horváth et al. 2019, arXiv 1905.10988), in 8 bits;
   natural dithering: 0 and the powers of two below a bucket's largest magnitude, with the same paper's rounding;
 * TernGrad (Wen et al. 2017, arXiv 1705.07878): −1, 0 or 1 times a layer's largest magnitude, after it was clipped at
   2.5 standard deviations, in 2 bits;
-* random blocks: neighbours from a random place on, as in the code of PowerSGD's paper (github.com/epfml/powersgd);
-* what L-GreCo's authors do about plans (github.com/LGrCo/L-GreCo): five rounds of power iteration in the first step
-  of a layer whose rank has changed, and errors of what the last ten steps of a window add up to (here: ``last=10``);
+* random blocks: consecutive elements from a random position on, as in the code of PowerSGD's paper
+  (github.com/epfml/powersgd);
+* how L-GreCo's authors plan (github.com/LGrCo/L-GreCo): five rounds of power iteration in the first step of a layer
+  whose rank has changed, and errors measured on the sum of the last ten steps of a window (here: ``last=10``);
 * DGC's warm-up in the authors' code (github.com/synxlin/deep-gradient-compression): a list of densities, by default
   powers of the (n+1)-th root of the density, instead of the paper's powers of a quarter; and clipping each layer by
-  itself, for which that code has a place;
-* momentum in the place of updates where every rank has an optimizer of its own (DeMo, 0/1 Adam), and moments that are
-  averaged over ranks: :mod:`reproduce.candidates_steps`.
+  itself, for which that code has a hook;
+* where every rank has an optimizer of its own, sending momentum instead of updates (DeMo, 0/1 Adam), and averaging
+  moments over ranks: :mod:`reproduce.candidates_steps`.
 
 Run ``python -m reproduce.candidates`` (an hour and a half on two cores), ``--quick`` (seconds), ``--help``.
 
@@ -64,7 +65,7 @@ __all__ = ["Options", "main", "stream", "train"]
 
 _MIN_NUMEL = 1024
 _RISES = 0.1
-#: Learning rates where a row has none: of plain SGD, of AdamW, and of SGD with momentum.
+#: Learning rates of rows that set none: plain SGD, AdamW, and SGD with momentum.
 _RATES = {"stream": 0.3, "adamw": 4e-3, "sgd": 0.05}
 
 
@@ -102,7 +103,7 @@ class Options:
 
 
 class _Bytes(Wikitext):
-    """A smaller GPT, and shorter windows."""
+    """WikiText-2 with a smaller GPT and shorter windows than the other experiments use."""
 
     length = 64
 
@@ -135,7 +136,7 @@ class _Run:
         return self.lr * min(1.0, (step + 1) / (_RISES * steps)) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
 
     def gradients(self) -> Iterator[dict[str, Tensor]]:
-        """Of every step, name → all ranks' gradients (R, N)."""
+        """Yield, for every step, name → the gradients of all ranks, (R, N)."""
         streams = [self._batches(task) for task in self.tasks]
         for _ in range(self.options.steps):
             found: dict[str, list[Tensor]] = {name: [] for name in self.named}
@@ -163,7 +164,10 @@ class _Run:
 
 
 def stream(options: Options, seed: int, subjects: Sequence[Subject]) -> list[dict[str, Any]]:
-    """A row per subject, of one run without compression: ``nbytes`` per step and rank, and ``cumulated``."""
+    """Measure the cumulated errors of all subjects in one uncompressed run.
+
+    Returns a row per subject, with ``nbytes`` (per step and rank) and ``cumulated``.
+    """
     run = _Run(options, seed, lr=_RATES["stream"])
     senders = [sender(subject, options.ranks, seed, options.steps) for subject in subjects]
     astray = [{name: torch.zeros(run.named[name].numel()) for name in run.compressed} for _ in subjects]
@@ -186,7 +190,7 @@ def stream(options: Options, seed: int, subjects: Sequence[Subject]) -> list[dic
 
 
 def train(options: Options, seed: int, subject: Subject) -> dict[str, Any]:
-    """The row of one subject, trained with it: ``nbytes`` per step and rank, and ``perplexity``."""
+    """Train with one subject, and return its row: ``nbytes`` (per step and rank) and ``perplexity``."""
     if subject.kind == "own":
         return _train_own(options, seed, subject)
     adamw = subject.kind == "adamw"
@@ -195,7 +199,7 @@ def train(options: Options, seed: int, subject: Subject) -> dict[str, Any]:
     optimizer: torch.optim.Optimizer
     if adamw:
         optimizer = torch.optim.AdamW(run.model.parameters(), lr=run.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
-    else:  # DGC has the momentum
+    else:  # DGC applies momentum itself
         plain = subject.spec == DENSE
         optimizer = torch.optim.SGD(run.model.parameters(), lr=run.lr, momentum=0.9 if plain else 0.0)
     for step, gradients in enumerate(run.gradients()):
@@ -210,7 +214,7 @@ def train(options: Options, seed: int, subject: Subject) -> dict[str, Any]:
 
 
 def _train_own(options: Options, seed: int, subject: Subject) -> dict[str, Any]:
-    """The row of one subject whose ranks have optimizers of their own."""
+    """Train with a subject whose ranks have optimizers of their own, and return its row."""
     run = _Run(options, seed, lr=subject.rate)
     own = stepping(subject, frozenset(run.compressed), options.ranks, seed, options.steps)
     parameters = {name: p.detach() for name, p in run.named.items()}
@@ -241,7 +245,7 @@ def _advance(run: _Run, optimizer: torch.optim.Optimizer, rate: float, averages:
 
 
 def _clip(gradients: Mapping[str, Tensor], subject: Subject, compressed: set[str]) -> None:
-    """Each rank's gradients, in place."""
+    """Clip each rank's gradients in place, as the subject says."""
     if not math.isfinite(subject.clip):
         return
     own = [gradients[name] for name in sorted(compressed)]
@@ -263,7 +267,7 @@ def _norm(parts: Sequence[Tensor]) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` when None) and return its exit code."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums, and with them streams of gradients, are then the same whatever cores there are
+    torch.set_num_threads(1)  # makes sums, and so the streams of gradients, independent of the number of cores
     try:
         return command_line(
             "candidates", Options, _run, argv, stopped="Finished rows are kept: the same command goes on from there."

@@ -1,4 +1,4 @@
-"""What the rows of :mod:`reproduce.candidates` come to: verdicts, tables, the page."""
+"""Make claims, tables and the page of results from the rows of :mod:`reproduce.candidates`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["LAYOUT", "TITLES", "Line", "claims", "lines", "page"]
 
 @dataclass(frozen=True)
 class Line:
-    """A row over its seeds."""
+    """A line of a table: one row over its seeds."""
 
     group: str
     name: str
@@ -49,7 +49,7 @@ class Line:
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
-    """Rows put together by group and name."""
+    """Combine rows of the same group and name into lines."""
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["group"], row["name"]), []).append(row)
@@ -63,17 +63,17 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
 
 
 def _beside(found: Sequence[Line], group: str, one: str, other: str) -> Difference:
-    """How far the first row's score is from the second's, as a share of it."""
+    """Return how far the first row's score is from the second's, as a share of the second's."""
     own = {line.name: line.scores for line in found if line.group == group}
     if one not in own or other not in own:
         raise LookupError(f"needs {one} and {other}")
     return difference(own[one], own[other], names=(one, other), higher_is_better=False, relative=True)
 
 
-#: How much worse residuals in fewer bits may be.
+#: The share by which residuals in fewer bits may be worse than those in float32.
 _WORSE = 0.02
 
-#: What is said, the table that it is about, and the rows of which the first is better than the second.
+#: Text of a claim, the table that it is about, and two rows of which the first should be better than the second.
 _BETTER = (
     ("natural compression loses more than qsgd with half of its bits and feedback", "bits", "qsgd:bits=4+ef",
      "natural compression+ef"),
@@ -112,7 +112,7 @@ _BETTER = (
 )  # fmt: skip
 
 
-#: Where a page tells what is said of a table's rows.
+#: Table → the heading under which the page has its claims.
 _TOPICS = {
     "bits": "A few bits per element",
     "random": "Elements at random",
@@ -128,7 +128,7 @@ _DECAYS, _FEWER_BITS, _MOMENTUM = (
 
 
 def claims(found: Sequence[Line]) -> list[Claim]:
-    """What may be said of candidates, by these rows."""
+    """Judge the claims about candidates by these lines."""
     said = []
     for text, group, one, other in _BETTER:
         trained = _DECAYS if "decay" in one else _TOPICS["rank" if "powersgd" in one else "bits"]
@@ -149,7 +149,7 @@ _BEST = ", each at its best learning rate"
 _NO_WORSE = f"no worse than in float32, by more than {_WORSE:.0%}"
 _AT_MOST = f"at most {_WORSE:.0%} worse than in float32"
 
-#: What is said of rows that were trained with several learning rates, and the rows of which the first is better.
+#: Text of a claim about rows that were trained with several learning rates, and two rows, the better one first.
 _OF_OWN = (
     ("updates are better than DeMo at equal bytes", "updates, top 1 %", "DeMo"),
     ("signs of updates are better than 0/1 Adam, and are fewer bytes", "updates, signs", "0/1 Adam"),
@@ -160,7 +160,7 @@ _OF_OWN = (
 
 
 def _momentum(found: Sequence[Line]) -> Iterator[Claim]:
-    """Each at its best learning rate."""
+    """Judge the claims about ranks with optimizers of their own, each row at its best learning rate."""
     for what, one, other in _OF_OWN:
         text = f"{what}{_BEST}"
         try:
@@ -172,17 +172,17 @@ def _momentum(found: Sequence[Line]) -> Iterator[Claim]:
 
 
 def _at_best(found: Sequence[Line], name: str) -> Line:
-    """Of the rows of one name with different learning rates that of the least loss.
+    """Return the line with the least loss among those of one name with different learning rates.
 
     Raises:
-        LookupError: one of them is not there.
+        LookupError: the line of a learning rate is missing.
     """
     there = {line.name: line for line in found if line.group == "own"}
     return min((there[at_rate(name, rate)] for rate in rates(name)), key=lambda line: line.mean)
 
 
 def _stored(found: Sequence[Line]) -> Iterator[Claim]:
-    """Residuals in fewer bits, beside those in float32."""
+    """Judge the claims about residuals in fewer bits, compared with residuals in float32."""
     trained = [("training", f"{STORED[0]}+ef"), ("stores, trained", f"{STORED[1]}+ef")]
     for group, spec in [*(("stores", f"{codec}+ef") for codec in STORED), *trained, ("dgc", DGC)]:
         what = "loses" if group == "stores" else "trains a model"
@@ -240,12 +240,12 @@ def _is_candidate(line: Line) -> bool:
     )
 
 
-#: Rows that have a setting of authors' code which the library has not.
+#: Rows with a setting of authors' code that the library does not have.
 _OF_AUTHORS = ("clipped by layers", "five rounds for new ranks", *(at_rate(MOMENTS, rate) for rate in rates(MOMENTS)))
 
 
 def _by_spec(own: Sequence[Line]) -> list[str]:
-    """Specs of rows whose names are others."""
+    """Explain the rows whose name is not their spec: list the specs."""
     called: dict[str, list[str]] = {}
     for line in own:
         if line.name != line.spec:
@@ -348,7 +348,7 @@ _PAPER = (
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a record: what is in ``summary.json``."""
+    """Write the page of results from a record, the content of ``summary.json``."""
     found = lines(record["rows"])
     write_page(
         path,

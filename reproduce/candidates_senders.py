@@ -1,4 +1,4 @@
-"""The encodings of :mod:`reproduce.candidates`, the rows of its tables, and how one process plays what a row sends.
+"""The encodings and rows of :mod:`reproduce.candidates`, and the senders that simulate all ranks in one process.
 
 Shapes: R ranks, N elements of a tensor.
 """
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def natural(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Each element becomes one of the two powers of two around it, the right value in the mean."""
+    """Round each element at random to one of the two powers of two around it, without bias."""
     mantissa, exponent = torch.frexp(x.abs())  # of magnitudes from 0.5 up to 1
     below = torch.ldexp(torch.ones_like(x), exponent - 1)
     up = _uniform(x, generator) < 2 * mantissa - 1
@@ -49,7 +49,7 @@ def natural(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def natural_dithering(x: Tensor, generator: torch.Generator, bits: int, bucket: int = 128) -> Tensor:
-    """QSGD's rounding with levels 0, 2^(1−s), …, 1/2, 1 times a bucket's largest magnitude, s = 2^(bits−1) − 1."""
+    """Round as QSGD, to levels 0, 2^(1−s), …, 1/2, 1 times a bucket's largest magnitude, with s = 2^(bits−1) − 1."""
     count = 2 ** (bits - 1) - 1
     levels = torch.tensor([0.0] + [2.0**-power for power in range(count - 1, -1, -1)])
     padded = nn.functional.pad(x, (0, -x.numel() % bucket)).view(-1, bucket)
@@ -62,7 +62,7 @@ def natural_dithering(x: Tensor, generator: torch.Generator, bits: int, bucket: 
 
 
 def ternary(x: Tensor, generator: torch.Generator, clip: float = 2.5) -> Tensor:
-    """−1, 0 or 1 times the largest magnitude of what is clipped at so many standard deviations."""
+    """Clip at ``clip`` standard deviations, then round to −1, 0 or 1 times the largest magnitude that is left."""
     limit = clip * x.std()
     clipped = x.clamp(-limit, limit)
     largest = clipped.abs().amax()
@@ -70,7 +70,7 @@ def ternary(x: Tensor, generator: torch.Generator, clip: float = 2.5) -> Tensor:
 
 
 def block(x: Tensor, generator: torch.Generator, density: float) -> Tensor:
-    """As many neighbours as the density says, from a random place on and around the end."""
+    """Keep a block of consecutive elements from a random position on, wrapping at the end; the rest becomes 0."""
     count = max(1, round(density * x.numel()))
     first = int(torch.randint(x.numel(), (), generator=generator))
     at = (torch.arange(count) + first) % x.numel()
@@ -86,9 +86,9 @@ class Candidate:
     """An encoding that the library does not have.
 
     Attributes:
-        arrives: gets a flat tensor and a source of chance, and returns what would be decoded.
-        like: the codec whose payload would be as long.
-        shared: whether all ranks draw the same.
+        arrives: gets a flat tensor and a random generator, and returns the decoded tensor.
+        like: spec of a codec of the library whose payload has the same length.
+        shared: whether all ranks draw the same random numbers.
     """
 
     arrives: Callable[[Tensor, torch.Generator], Tensor]
@@ -111,22 +111,23 @@ Kind = Literal["stream", "adamw", "sgd", "own"]
 
 @dataclass(frozen=True)
 class Subject:
-    """A row.
+    """One row of a table: a way to compress, and how it is measured.
 
     Attributes:
-        group: the table that it stands in.
-        name: unique there.
-        spec: of the library, or ``NAME[+ef]`` of one of ``CANDIDATES``.
-        kind: the stream, or the optimizer that trains with it, or that every rank has one of its own.
+        group: the table that the row is in.
+        name: unique in the group.
+        spec: a spec of the library, or ``NAME[+ef]`` with a name of ``CANDIDATES``.
+        kind: ``stream`` measures the cumulated error; ``adamw`` and ``sgd`` train with that optimizer; ``own``: every
+            rank has an optimizer of its own.
         densities: of DGC's warm-up, each for equally many steps.
-        warmup: the share of steps over which these are, or in which everything is sent.
-        clip: the norm at which the average gradient is clipped, before it is sent: each rank's at so much times √R.
-        by_layer: whether each of L compressed layers is clipped by itself, at that divided by √L.
-        every: steps between two plans of L-GreCo, whose reference ``spec`` then is; 0: no plans.
-        last: of how many of these steps, the last ones, a plan sees the averages; 0: of all.
-        rounds: of power iteration in the first step of a layer whose rank has changed.
-        rate: of learning; 0: that of the kind.
-        moments: of AdamW are averaged over ranks once in so many steps; 0: never.
+        warmup: the share of steps that the warm-up takes; without ``densities``, everything is sent in it.
+        clip: norm at which gradients are clipped before they are sent; each rank's is clipped at ``clip`` · √R.
+        by_layer: clip each of the L compressed layers by itself, at the same norm divided by √L.
+        every: steps between two plans of L-GreCo, with ``spec`` as the reference; 0: no plans.
+        last: how many of these steps, counted from the last, a plan's averages come from; 0: all.
+        rounds: rounds of power iteration in the first step of a layer whose rank has changed.
+        rate: learning rate; 0: the default of the kind.
+        moments: average AdamW's moments over ranks once in this many steps; 0: never.
     """
 
     group: str
@@ -150,20 +151,20 @@ def _of(group: str, kind: Kind, *specs: str) -> tuple[Subject, ...]:
 
 DENSE = "none"
 DGC = "dgc:density=0.01"
-#: Densities at which a payload with shorter values takes as many bytes.
+#: DGC with shorter values, at densities that make the payload as long as that of ``DGC``.
 DGC_16, DGC_8 = "dgc:density=0.0164,values=fp16", "dgc:density=0.0245,values=int8"
 _WARM = 0.2
 _CLIP = 1.0
-#: Of L-GreCo's plans: their reference, steps between two of them, and what the authors' code makes of these.
+#: L-GreCo's plans: the reference, the steps between two plans, and the authors' settings of ``last`` and ``rounds``.
 _PLANNED, _EVERY, _LAST, _ROUNDS = "powersgd:rank=4", 100, 10, 5
 
-#: Codecs whose residuals are kept in fewer bits, and in what.
+#: Codecs whose residuals are kept in fewer bits, and the settings for that.
 STORED = ("topk:density=0.01", "uniform:bits=2,symmetric=true")
 STORES = (":store=bf16", ":store=int8")
 DGC_STORES = (",store=bf16", ",store=int8")
 
-#: What ranks with optimizers of their own send, the rates that each was trained with, and in what: as many coefficients
-#: of DeMo as take the bytes of the top 1 %, and κ of 0/1 Adam as in DeepSpeed and for about the bytes of two bits.
+#: What ranks with optimizers of their own send: name → spec. DeMo sends as many coefficients as take the bytes of the
+#: top 1 %. κ of 0/1 Adam is that of DeepSpeed (16), and one that takes about the bytes of two bits (3).
 UPDATES = {"updates": DENSE, "updates, top 1 %": "topk:density=0.01+ef", "updates, signs": "sign+ef",
            "updates, 2 bits": "qsgd:bits=2+ef"}  # fmt: skip
 DEMO, ZERO_ONE, ZERO_ONE_RARE = "DeMo of 37", "0/1 Adam of 16", "0/1 Adam of 3"
@@ -173,14 +174,17 @@ GRADIENTS = "gradients"
 
 
 def rates(name: str) -> tuple[float, ...]:
-    """Those that a row was trained with. DeMo goes along signs, and updates along a length of up to √R."""
+    """Return the learning rates that a row is trained with.
+
+    Rows differ because DeMo steps along signs, and the mean of updates is scaled by up to √R.
+    """
     if name == GRADIENTS:
         return (0.004, 0.008, 0.016)
     return (0.001, 0.002, 0.004) if name in MOMENTUM else (0.002, 0.004, 0.008)
 
 
 def at_rate(name: str, rate: float) -> str:
-    """The name of one of several rows with different learning rates."""
+    """Return the name of the row with this learning rate."""
     return f"{name}, rate {rate:g}"
 
 
@@ -224,29 +228,30 @@ SUBJECTS: tuple[Subject, ...] = (
 
 
 class Sender(ABC):
-    """What one way to compress makes of all ranks' tensors; keeps what feedback keeps, by key."""
+    """Simulate one way to compress on all ranks; keeps the state of error feedback, by key."""
 
     @abstractmethod
     def send(self, key: str, x_RN: Tensor, shape: torch.Size, step: int) -> Tensor:
-        """The average that arrives, flat; ``x_RN`` may be overwritten."""
+        """Send the tensors of all ranks, and return the average that arrives, flat; may overwrite ``x_RN``."""
 
     @abstractmethod
     def nbytes(self, shape: torch.Size, step: int) -> float:
-        """Of one rank's payload of a tensor of this shape."""
+        """Return the bytes of one rank's payload of a tensor of this shape."""
 
     def mean_nbytes(self, shapes: Sequence[torch.Size], steps: int) -> float:
-        """Of one rank's payloads of tensors of these shapes, over so many steps from the first on."""
+        """Return the bytes that one rank sends per step for tensors of these shapes, a mean from the first step on."""
         return math.fsum(self.nbytes(shape, step) for shape in shapes for step in range(steps)) / steps
 
 
 class OfLibrary(Sender):
-    """A codec with its feedback on every rank, as all-gather delivers it.
+    """A codec of the library with its feedback on every rank; payloads are decoded and averaged as after an all-gather.
 
     Args:
-        chosen: both.
-        ranks: how many.
+        chosen: codec and feedback.
+        ranks: number of ranks.
         seed: of rounding.
-        densities, begin: a warm-up: each density for equally many of the first ``begin`` steps; no density: everything.
+        densities, begin: a warm-up over the first ``begin`` steps: each density for equally many of them, or
+            everything is sent where there are no densities.
     """
 
     def __init__(
@@ -280,7 +285,7 @@ class OfLibrary(Sender):
 
 
 class OfAverages(Sender):
-    """PowerSGD. It is linear, so it makes of all ranks' tensors what it makes of their average."""
+    """PowerSGD. It is linear, so compressing the average of all ranks' tensors gives the same result."""
 
     def __init__(self, chosen: Compression, seed: int) -> None:
         self.chosen, self.seed, self.state = chosen, seed, chosen.new_feedback()
@@ -305,11 +310,11 @@ class OfAverages(Sender):
 
 
 class OfPlans(OfAverages):
-    """PowerSGD with the ranks of L-GreCo's plans, which see what arrived.
+    """PowerSGD with ranks from L-GreCo's plans, which are made from the averages that arrived.
 
     Args:
-        chosen: what all layers have until the first plan, and its reference.
-        ranks, seed: how many ranks send, and what new factors are drawn from.
+        chosen: the spec of all layers until the first plan, and the plans' reference.
+        ranks, seed: the number of processes that send, and the seed of new factors.
         every, last, rounds: see :class:`Subject`.
     """
 
@@ -339,7 +344,7 @@ class OfPlans(OfAverages):
         return arrived
 
     def mean_nbytes(self, shapes: Sequence[torch.Size], steps: int) -> float:
-        """As counted."""
+        """Return the bytes per step as counted while sending."""
         return self.sent / steps
 
 
@@ -364,7 +369,7 @@ class OfCandidate(Sender):
 
 
 def sender(subject: Subject, ranks: int, seed: int, steps: int) -> Sender:
-    """What a row sends with."""
+    """Make the sender of a row."""
     name, _, behind = subject.spec.rpartition("+") if subject.spec.endswith("+ef") else (subject.spec, "", "")
     if name in CANDIDATES:
         return OfCandidate(CANDIDATES[name], bool(behind), ranks, seed)

@@ -1,17 +1,17 @@
-"""How :mod:`reproduce.candidates` trains where every rank has an optimizer of its own, and what the ranks then send.
+"""Training of :mod:`reproduce.candidates` where every rank has an optimizer of its own, and what ranks send then.
 
-*Updates*: each rank steps AdamW with its own gradient, and all go along the mean of what arrives, as
-``nb.compress_updates`` does (``outer="auto"``, here measured of all elements).
+*Updates*: each rank steps AdamW with its own gradient, and all parameters move along the mean of the updates that
+arrive, as with ``nb.compress_updates`` (``outer="auto"``; here the length is measured on all elements).
 
-*Momentum*, as two papers have it:
+*Momentum*, as in two papers:
 
 * DeMo (Peng et al. 2024, arXiv 2411.19870, algorithm 1; the step along signs as in the authors' code). Every rank adds
-  its gradient to a momentum that decays by 0.999, takes the largest k coefficients of the discrete cosine transform of
-  each chunk of 64 × 64 out of it, and sends them; the parameters go along the sign of the mean.
-* 0/1 Adam (Lu et al. 2022, arXiv 2202.06009, algorithm 1). Ranks send the sign of their momentum, with error feedback,
-  and go along the mean over the root of a second moment that they have in common: it is brought up to date in steps
-  that lie further and further apart (κ times each distance, which then doubles), with gradients that are sent whole.
-  The paper's local steps begin after tens of thousands of steps.
+  its gradient to a momentum that decays by 0.999. It takes the largest k coefficients of the discrete cosine transform
+  of each chunk of 64 × 64 out of the momentum, and sends them. Parameters move along the sign of the mean.
+* 0/1 Adam (Lu et al. 2022, arXiv 2202.06009, algorithm 1). Ranks send the sign of their momentum, with error feedback.
+  Parameters move along the mean, divided by the root of a second moment that all ranks share. The second moment is
+  updated from uncompressed gradients, at intervals that double after every κ updates. The paper's local steps are left
+  out: they begin after tens of thousands of steps.
 
 Shapes: R ranks, N elements of a tensor.
 """
@@ -34,35 +34,35 @@ BETAS, WEIGHT_DECAY = (0.9, 0.999), 0.01
 _EPS = 1e-8
 #: DeMo's decay of momentum, and the side of its chunks.
 _DECAY, _CHUNK = 0.999, 64
-#: Bits of a coefficient that DeMo sends: its value, and its place in a chunk.
+#: Bits of a coefficient that DeMo sends: its value and its index in a chunk.
 _COEFFICIENT = 32 + 12
-#: What is left of an average of squares when a new one comes, as in the library.
+#: Decay of the running sums of squares that the length is measured by, as in the library.
 _KEEPS = 0.8
 
 
 class Stepping(ABC):
-    """Parameters move by all ranks' gradients. Those that are not compressed are averaged whole."""
+    """A way to step parameters by the gradients of all ranks. Tensors that are not compressed are averaged exactly."""
 
     @abstractmethod
     def moves(
         self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor], rate: float, step: int
     ) -> dict[str, Tensor]:
-        """What is to be added to each parameter, flat.
+        """Return what to add to each parameter, flat.
 
         Args:
-            gradients: name → of every rank, (R, N).
-            parameters: name → as they are.
-            rate: the learning rate of this step.
-            step: its number, from 0.
+            gradients: name → gradients of all ranks, (R, N).
+            parameters: name → parameter before the step.
+            rate: learning rate of this step.
+            step: number of this step, from 0.
         """
 
     @abstractmethod
     def mean_nbytes(self, shapes: Sequence[torch.Size], steps: int) -> float:
-        """Of one rank's payloads of tensors of these shapes, per step."""
+        """Return the bytes that one rank sends per step for tensors of these shapes."""
 
 
 class _Updates(Stepping):
-    """AdamW on every rank; ``moments``: their averages are taken over ranks, once in so many steps."""
+    """AdamW on every rank. Moments are averaged over ranks once in ``moments`` steps; 0: never."""
 
     def __init__(self, own: Sender, compressed: frozenset[str], moments: int) -> None:
         self.sender, self.compressed, self.moments = own, compressed, moments
@@ -93,7 +93,7 @@ class _Updates(Stepping):
         return {name: x.mul_(length) for name, x in updates.items()}
 
     def _length(self, updates: Mapping[str, Tensor]) -> float:
-        """How far to go along the mean: :mod:`narrowband.updates.length`."""
+        """Return the factor by which to scale the mean of the updates: see :mod:`narrowband.updates.length`."""
         ranks = next(iter(updates.values())).shape[0]
         squares = math.fsum(float(x.square().sum()) for x in updates.values()) / ranks
         of_mean = math.fsum(float(x.mean(0).square().sum()) for x in updates.values())
@@ -106,7 +106,7 @@ class _Updates(Stepping):
 
 
 class _DeMo(Stepping):
-    """``kept`` coefficients of every chunk."""
+    """DeMo, with ``kept`` coefficients of every chunk."""
 
     def __init__(self, compressed: frozenset[str], kept: int) -> None:
         self.compressed, self.kept = compressed, kept
@@ -122,7 +122,7 @@ class _DeMo(Stepping):
                 m_RN = self.momentum.setdefault(name, torch.zeros_like(g_RN)).mul_(_DECAY).add_(g_RN, alpha=rate)
                 sent = torch.stack([demo_coefficients(m.view(p.shape), self.kept) for m in m_RN])
                 m_RN.sub_(torch.stack([_cosines(chunks, p.shape, back=True).reshape(-1) for chunks in sent]))
-                count = (sent != 0).sum(0).clamp_min(1)  # a coefficient's mean is over those that sent it
+                count = (sent != 0).sum(0).clamp_min(1)  # the mean of a coefficient is over the ranks that sent it
                 mean = _cosines(sent.sum(0) / count, p.shape, back=True).reshape(-1)
             else:
                 mean = g_RN.mean(0)
@@ -134,7 +134,10 @@ class _DeMo(Stepping):
 
 
 def demo_coefficients(x: Tensor, kept: int) -> Tensor:
-    """The discrete cosine transform of a matrix by chunks, with all but the ``kept`` largest of each set to zero."""
+    """Return the discrete cosine transform of a matrix, chunk by chunk, with all but each chunk's largest set to zero.
+
+    ``kept`` is the number of coefficients that stay in a chunk.
+    """
     chunks = _cosines(x, x.shape, back=False)
     flat = chunks.reshape(-1, math.prod(chunks.shape[-2:]))
     at = flat.abs().topk(min(kept, flat.shape[1]), dim=1).indices
@@ -142,7 +145,7 @@ def demo_coefficients(x: Tensor, kept: int) -> Tensor:
 
 
 def _cosines(x: Tensor, shape: torch.Size, *, back: bool) -> Tensor:
-    """A matrix as its chunks' coefficients (chunks down, chunks across, side, side), or back to the matrix."""
+    """Transform a matrix to its chunks' coefficients (chunks down, chunks across, side, side), or back."""
     down, across = _sides(shape)
     rows, columns = _cosine_matrix(down), _cosine_matrix(across)
     if back:
@@ -151,14 +154,14 @@ def _cosines(x: Tensor, shape: torch.Size, *, back: bool) -> Tensor:
 
 
 def _sides(shape: torch.Size) -> tuple[int, int]:
-    """Of a chunk: the largest divisors of the matrix's sides that are not above 64."""
+    """Return the sides of a chunk: the largest divisors of the matrix's sides that are at most 64."""
     down, across = (max(side for side in range(1, _CHUNK + 1) if length % side == 0) for length in shape)
     return down, across
 
 
 @functools.cache
 def _cosine_matrix(size: int) -> Tensor:
-    """Orthonormal, of the transform's type II."""
+    """Return the orthonormal matrix of the discrete cosine transform of type II."""
     k = torch.arange(size, dtype=torch.float64)
     matrix = torch.cos(math.pi / size * (k + 0.5) * k[:, None]) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
@@ -166,7 +169,7 @@ def _cosine_matrix(size: int) -> Tensor:
 
 
 class _ZeroOneAdam(Stepping):
-    """``kappa``: how many of the second moment's steps lie at one distance, before it doubles."""
+    """0/1 Adam; ``kappa``: number of updates of the second moment before the interval between them doubles."""
 
     def __init__(self, compressed: frozenset[str], ranks: int, seed: int, kappa: int) -> None:
         self.compressed, self.kappa = compressed, kappa
@@ -188,7 +191,7 @@ class _ZeroOneAdam(Stepping):
             if whole:
                 v_N.lerp_(g_RN.mean(0).square(), 1 - BETAS[1])
             m_RN = m_N.expand_as(g_RN).lerp(g_RN, 1 - BETAS[0])
-            if name in self.compressed:  # as steps, so that a residual keeps its size when the rate changes
+            if name in self.compressed:  # send momentum times rate: the residual then keeps its size when rates change
                 m_N.copy_(self.sender.send(name, m_RN * rate, p.shape, step)).div_(rate)
             else:
                 m_N.copy_(m_RN.mean(0))
@@ -201,7 +204,7 @@ class _ZeroOneAdam(Stepping):
 
 
 def _second_moments(kappa: int, steps: int) -> list[int]:
-    """In which of so many steps the second moment is brought up to date."""
+    """Return in which of the first ``steps`` steps the second moment is updated."""
     found, at, count = [], 0, 0
     while at < steps:
         found.append(at)
@@ -211,7 +214,7 @@ def _second_moments(kappa: int, steps: int) -> list[int]:
 
 
 def stepping(subject: Subject, compressed: frozenset[str], ranks: int, seed: int, steps: int) -> Stepping:
-    """How a row whose ranks have optimizers of their own trains."""
+    """Make the training of a row whose ranks have optimizers of their own."""
     name, _, given = subject.spec.partition(" of ")
     if name == "0/1 Adam":
         return _ZeroOneAdam(compressed, ranks, seed, int(given))

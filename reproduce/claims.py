@@ -1,7 +1,7 @@
-"""How pages tell claims: in tables by topic, with what was found beside each, and the verdict.
+"""Format claims for pages: a table per topic, each claim with its figures and its verdict.
 
-What all claims of a table have in common is said once above it: units, and seeds. Rows that records call *dense* are
-the uncompressed ones, and pages say so.
+What all claims of a table share, such as units and seeds, is said once above the table. Records call the rows without
+compression *dense*; pages call them *uncompressed*.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VERDICTS = (
     "said, ± half of their 95 % interval."
 )
 _SEEDS = re.compile(r" \((seeds? \d+(?:, \d+)*)\)")
-#: Two rows and their difference, which is what one looks for, and so comes first.
+#: Figures with two rows and their difference. Pages put the difference first, because it is what readers look for.
 _SCORE = r"-?\d+\.\d\d|diverged|did not arrive"
 _COMPARED = re.compile(
     rf"(.+) ({_SCORE}), (.+) ({_SCORE}): ([+-]\d[\d.]*(?: %)?(?: ± [\d.]+(?: %)?)?|diverged|did not arrive)"
@@ -32,7 +32,7 @@ _PAPER = "the paper: "
 
 
 def plain(text: str) -> str:
-    """Words for what records call dense.
+    """Replace the records' word "dense" by "uncompressed".
 
     Example:
         >>> plain("dense, shorter")
@@ -42,19 +42,19 @@ def plain(text: str) -> str:
 
 
 def under(topic: str, claims: Iterable[Claim], *, cut: str = "", case: str = "") -> list[Claim]:
-    """Claims of one table of a page.
+    """Put claims under a heading of a page, in one table.
 
     Args:
         topic: the table's heading.
-        claims: in their order.
-        cut: words at their beginning that topic and case say, too.
-        case: what they were tried with, where others of the topic were tried with something else.
+        claims: in the table's order.
+        cut: prefix to remove from the texts of claims, since topic and case say the same.
+        case: what the claims were tested with, where the topic has claims tested with something else.
     """
     return [replace(claim, topic=topic, case=case, said=claim.said or claim.text.removeprefix(cut)) for claim in claims]
 
 
 def tables(claims: Sequence[Claim]) -> list[str]:
-    """Lines of a page: a table for each topic, and one of how rows were made comparable."""
+    """Return a page's lines: a table for each topic, then tables of the claims about how rows were made comparable."""
     lines = [_VERDICTS, ""]
     own = [claim for claim in claims if not claim.setup]
     for topic in dict.fromkeys(claim.topic for claim in own):
@@ -68,7 +68,7 @@ def tables(claims: Sequence[Claim]) -> list[str]:
 
 
 def table_lines(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> list[str]:
-    """A table of a page; columns but the first are aligned to the right where they are numbers."""
+    """Return the lines of a Markdown table; with ``numbers``, all columns but the first are aligned to the right."""
     lines = [
         f"| {' | '.join(heads)} |",
         f"| --- |{(' ---: |' if numbers else ' --- |') * (len(heads) - 1)}",
@@ -78,7 +78,7 @@ def table_lines(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers:
 
 @dataclass(frozen=True)
 class _Figures:
-    """What was found, clause by clause, and what the paper has."""
+    """The figures of a claim: what was found here, clause by clause, and what the paper reports."""
 
     parts: tuple[str, ...]
     paper: str
@@ -129,7 +129,7 @@ def _table(claims: Sequence[Claim], first: str = "") -> list[str]:
 
 
 def _shared(clauses: Sequence[Sequence[str]]) -> list[str]:
-    """What all say, be it with more behind a comma."""
+    """Return the clauses that all claims have, exactly or continued after a comma."""
     every = dict.fromkeys(itertools.chain.from_iterable(clauses))
     found = [each for each in every if all(any(_says(part, [each]) for part in parts) for parts in clauses)]
     return [each for each in found if not _says(each, [other for other in found if other != each])]
@@ -153,7 +153,7 @@ def _claimed(text: str) -> str:
 
 
 def _turned(part: str) -> str:
-    """The difference before what it is of."""
+    """Put the difference of a comparison in front of the two scores."""
     match = _COMPARED.fullmatch(part)
     if not match:
         return part

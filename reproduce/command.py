@@ -1,4 +1,4 @@
-"""What every module here does when it is run: choose rows, train them, print tables and claims, write JSON."""
+"""The command line of every experiment: choose rows, train them, print tables and claims, write JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _Chosen = TypeVar("_Chosen")
 #: The records in the repository, a folder for each module.
 RESULTS = Path(__file__).parent / "results"
 
-#: A run of ``--quick``: enough to see that everything works, not to learn anything.
+#: Size of a ``--quick`` run: enough to see that everything works, too small for results.
 _QUICK_ROWS = 2
 _QUICK_BATCH = 16
 QUICK_LIMIT = {"cifar": 512, "lstm": 20_000, "shakespeare": 20_000, "gpt": 20_000, "tuned": 20_000, "vit": 512}
@@ -56,14 +56,14 @@ QUICK_LIMIT = {"cifar": 512, "lstm": 20_000, "shakespeare": 20_000, "gpt": 20_00
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row, but for its seed.
+    """A row of an experiment and the seeds that it is trained with.
 
     Attributes:
-        row: of seed 0.
-        turn: rows of a lower one are trained first, for all their seeds.
-        ablation: whether it only shows what a part of the method is good for; such rows get seeds of their own.
-        long: whether it is left out unless asked for, because with it all rows would take longer than they should.
-        seeds: of this row alone, whatever seeds others get; None: theirs.
+        row: the row with seed 0.
+        turn: rows of a lower turn are trained first, for all their seeds.
+        ablation: whether the row only shows what a part of the method contributes; such rows get ``ablation_seeds``.
+        long: whether the row is trained only on request (``--long``), because it takes too long.
+        seeds: this row's own seeds, whatever seeds others get; None: the same as others.
     """
 
     row: Row
@@ -73,7 +73,7 @@ class Recipe:
     seeds: tuple[int, ...] | None = None
 
     def seeds_of(self, seeds: Sequence[int], ablation_seeds: Sequence[int]) -> Sequence[int]:
-        """The row's seeds, where others have these."""
+        """Return this row's seeds, given the seeds of other rows and of ablations."""
         if self.seeds is not None:
             return self.seeds
         return ablation_seeds if self.ablation else seeds
@@ -81,20 +81,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A paper's: rows, and what they ought to show.
+    """The experiment that repeats a paper: its rows, and the claims that they should confirm.
 
     Attributes:
         module: the last part of the module's name.
-        paper: its authors, title and arXiv id.
-        titles: of each task, or whatever else tables are about.
+        paper: authors, title and arXiv id of the paper.
+        titles: key of a table, usually the task → title.
         recipes: all rows, the dense one of each task first.
-        claims: what the paper says, judged by the groups that were trained.
-        opening: how its page begins.
-        draw: draws pictures of rows into a directory, and says which; needs matplotlib.
-        seeds: of the rows that claims are about, so many that two cores need no longer than some hours; more on
-            request.
-        nodes: ranks, unless told otherwise.
-        layout: what tables look like.
+        claims: judges the paper's claims by the groups that were trained.
+        opening: how the page of results begins.
+        draw: draws pictures of rows into a directory and returns their paths; needs matplotlib.
+        seeds: seeds of the rows that claims are about: as many as two cores can train in some hours; ``--seeds`` gives
+            more.
+        nodes: number of ranks, unless ``--nodes`` is given.
+        layout: layout of the tables.
     """
 
     module: str
@@ -145,10 +145,11 @@ class Options:
 
 
 def chosen(experiment: Experiment, options: Options) -> list[Row]:
-    """The rows to train, in order: turn by turn, and then task by task and seed by seed.
+    """Return the rows to train, ordered by turn, then task, then seed.
 
     Raises:
-        ValueError: a task or a row that the experiment does not have, a row that those tasks do not have, or no seed.
+        ValueError: the experiment has no such task or row, the chosen tasks have no such row, the number of ranks is
+            below 1, or seeds are missing or invalid.
     """
     for given, there in (
         (options.tasks, dict.fromkeys(r.row.task for r in experiment.recipes)),
@@ -186,12 +187,12 @@ def chosen(experiment: Experiment, options: Options) -> list[Row]:
         its = [(r.row, r.seeds_of(seeds, options.ablation_seeds)) for r in own]
         for seed in dict.fromkeys(itertools.chain(seeds, options.ablation_seeds, *(given for _, given in its))):
             rows += [replace(row, seed=seed) for row, given in its if seed in given]
-    rows = list(dict.fromkeys(rows))  # one that has a recipe of its own for some seed is not trained twice
+    rows = list(dict.fromkeys(rows))  # two recipes may give the same row; it is trained once
     return rows if options.epochs is None else [_with_epochs(row, options.epochs) for row in _once(rows)]
 
 
 def _once(rows: Iterable[Row]) -> list[Row]:
-    """The first of those that differ in their length alone."""
+    """Keep the first of rows that share task, name and seed, and so differ only in their number of epochs."""
     found: dict[tuple[str, str, int], Row] = {}
     for row in rows:
         found.setdefault((row.task, row.name, row.seed), row)
@@ -199,7 +200,7 @@ def _once(rows: Iterable[Row]) -> list[Row]:
 
 
 def _with_epochs(row: Row, epochs: int) -> Row:
-    """Bytes are taken in the last epoch, when warm-up has to be over."""
+    """Set the number of epochs, and end the warm-up before the last one, in which bytes are measured."""
     return replace(row, epochs=epochs, warmup_epochs=max(0, min(row.warmup_epochs, epochs - 1)))
 
 
@@ -226,14 +227,14 @@ def command_line(
     *,
     stopped: str,
 ) -> int:
-    """Read a command line, work, and return an exit code, as :mod:`narrowband.cli.exits` says.
+    """Parse a command line, call ``work``, and return an exit code of :mod:`narrowband.cli.exits`.
 
     Args:
         module: the last part of the module's name.
-        options: what the command line gives.
-        work: gets them, the command as it was given, and where to print.
+        options: dataclass of the command line's options.
+        work: called with the options, the command as given, and the console to print to.
         argv: ``sys.argv`` when None.
-        stopped: what to say after Ctrl-C.
+        stopped: the message after Ctrl-C.
     """
     import tyro
     from rich.console import Console
@@ -252,10 +253,10 @@ def command_line(
 
 
 def _check_paths(given: object, module: str) -> None:
-    """See whether results can be written, and take the place of no data and no record that commands here read.
+    """Check that results can be written, and that no output overwrites data or a record that commands here read.
 
     Raises:
-        ValueError: they cannot, or do.
+        ValueError: results cannot be written, or would overwrite such a file.
     """
     output, losses = (getattr(given, name, None) for name in ("output", "losses"))
     page = getattr(given, "markdown", None) or getattr(given, "file", None)
@@ -263,7 +264,7 @@ def _check_paths(given: object, module: str) -> None:
     folder = output or RESULTS / module
     sources = [*places(getattr(given, "data_dir", None)), losses]
     record = folder / "summary.json"
-    # Rows that are finished are read, and so is the record: both are written again by the command that wrote them.
+    # The page must not overwrite finished rows or records. The command that wrote these may overwrite them.
     check_output(page, reads=[*sources, *folder.rglob("*.json"), *RESULTS.rglob("*.json")])
     if hasattr(given, "output"):
         check_output(page, record, record.with_suffix(".html"), reads=sources)
@@ -300,10 +301,10 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
     whole = record | {
         "paper": experiment.paper,
         "seeds": sorted({row.seed for row in rows}),
-        # What stands beside a group are scores of the other rows.
+        # ``beside`` only repeats the scores of the other rows.
         "groups": [{key: value for key, value in asdict(group).items() if key != "beside"} for group in found],
         "claims": [claim.record() for claim in claims],
-        # How ranges went is long, and in the rows' own files.
+        # Traces of ranges are long, and the rows' own files have them.
         "rows": [{key: value for key, value in row.items() if key != "ranges"} for row in results],
     }
     write_json(written, whole)
@@ -323,14 +324,14 @@ def page(
     path: Path,
     claims: Sequence[Claim] | None = None,
 ) -> None:
-    """Write a page of documentation.
+    """Write an experiment's page of the documentation.
 
     Args:
-        experiment: that was run.
-        rows: that were trained.
+        experiment: the experiment that was run.
+        rows: results of the rows that were trained.
         record: command and machine.
-        path: of the page.
-        claims: what became of them; judged by the rows when left out.
+        path: where to write the page.
+        claims: judged claims; judged by the rows when left out.
     """
     found = groups(rows)
     write_page(
@@ -353,7 +354,7 @@ def page(
 
 
 def took(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How long training took in all, in words; nothing of rows that did not record it.
+    """Say in words how long training took in all; an empty string if a row did not record its time.
 
     Example:
         >>> took([{"wall_s": 3600.0}, {"wall_s": 5400.0}])
@@ -371,7 +372,7 @@ def took(rows: Sequence[Mapping[str, Any]]) -> str:
 def show(
     console: Console, found: Sequence[Any], titles: dict[str, str], claims: Sequence[Claim], layout: Layout
 ) -> None:
-    """Print tables, what their columns mean, and what became of claims."""
+    """Print tables, the meaning of their columns, and the verdicts of claims."""
     for drawn in table(found, titles, layout):
         console.print(drawn)
     for word, meaning in layout.legend:
@@ -380,14 +381,14 @@ def show(
 
 
 def say(claims: Sequence[Claim], console: Console) -> None:
-    """Print what became of claims."""
+    """Print the verdicts of claims."""
     for claim in claims:
         style = {"held": "green", "not held": "red", "not resolved": "yellow"}.get(claim.verdict(), "dim")
         console.print(f"{claim.verdict()}: {claim.text} ({claim.figures})", style=style, markup=False, highlight=False)
 
 
 def progress(console: Console) -> Progress:
-    """Bars that go when they are done; each has the field ``said``, for a word beside it."""
+    """Make progress bars that disappear when done; each has the field ``said``, for a short text beside the bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
@@ -402,7 +403,7 @@ def progress(console: Console) -> Progress:
 
 
 class _Show:
-    """A bar for each row in training, a line for each that is done."""
+    """Show events of training: a bar for each row in training, and a line for each finished one."""
 
     def __init__(self, progress: Progress, rows: Sequence[Row]) -> None:
         self._progress = progress

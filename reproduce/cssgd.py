@@ -1,21 +1,21 @@
 """CSSGD (Li, Xie, Mao et al. 2021, DOI 10.19678/j.issn.1000-3428.0057340): compute r times, send less.
 
-The paper trains a DNN on MNIST and a CNN on CIFAR-10 until a common accuracy, and compares coded data parallelism with
-synchronous SGD by unicast and by multicast, and with asynchronous SGD and a parameter server. This module runs what
-:mod:`reproduce.cssgd_page` makes tables and claims of:
+The paper trains a DNN on MNIST and a CNN on CIFAR-10 until a common accuracy. It compares coded data parallelism with
+synchronous SGD by unicast and by multicast, and with asynchronous SGD with a parameter server. This module measures
+rows in these sections, and :mod:`reproduce.cssgd_page` makes tables of them:
 
 =========  =============================================================================================================
-bytes      bytes of an exchange by the links' own counters, for 2 to 10 nodes and r = 1 to 4, beside equation 19
-nodes      a step of each method on 2 to 10 nodes, timed (figures 14 and 15)
-steps      how many steps these take to the target: in one process, seed by seed
-shares     a step with a slow node, with equal shares and with uneven ones (section 2.1)
+bytes      bytes of an exchange by the links' own counters, for 2 to 10 nodes and r = 1 to 4, compared with equation 19
+nodes      time of a step of each method on 2 to 10 nodes (figures 14 and 15)
+steps      number of steps that these methods take to the target, counted in one process, seed by seed
+shares     time of a step with a slow node, with equal and with uneven shares (section 2.1)
 best       what keeping the best weights changes, and costs (line 8 of algorithm 1)
-choice     what ``nb.choose_redundancy`` says on a slow link and on a fast one
+choice     what ``nb.choose_redundancy`` chooses on a slow link and on a fast one
 train      training to the target behind links: the paper's methods, and two that it leaves out (figures 8 to 11)
-batch      a step against r on 8 nodes (figures 12 and 13)
+batch      time of a step against r on 8 nodes (figures 12 and 13)
 =========  =============================================================================================================
 
-Ranks are behind emulated links on this machine (:mod:`narrowband.lab`), which takes Linux and root. Run ``python -m
+Ranks are behind emulated links on this machine (:mod:`narrowband.lab`), which needs Linux and root. Run ``python -m
 reproduce.cssgd`` (about an hour and a half on two cores), ``--quick`` (a minute or two), ``--help``.
 """
 
@@ -71,15 +71,16 @@ class _Setting:
     """How a task is trained.
 
     Attributes:
-        rate: of links on which communication dominates.
-        batch: samples of four nodes' mini-batch; other numbers of nodes have as many per node.
-        target: accuracy in percent, of all classes.
+        rate: rate of links on which communication dominates.
+        batch: samples of a mini-batch over four nodes; other numbers of nodes have as many samples per node.
+        target: test accuracy in percent, over all classes, that ends training.
         every: steps between two tests.
-        lr: of synchronous methods.
-        asgd_lr: of ASGD on up to four nodes; more take a round of updates as far as four do.
-        nodes_target: as ``target``, where numbers of nodes are compared.
-        nodes_every: as ``every``, likewise.
-        best: steps, and steps between two tests, where the best weights are kept.
+        lr: learning rate of synchronous methods.
+        asgd_lr: learning rate of ASGD on up to four nodes. With n > 4 nodes it is multiplied by 4/n, so that one update
+            by every worker moves the parameters as far as with four.
+        nodes_target: ``target`` where numbers of nodes are compared; :func:`_above_chance` adapts it to the classes.
+        nodes_every: ``every`` where numbers of nodes are compared.
+        best: steps of training, and steps between two tests, in the section ``best``.
     """
 
     rate: str
@@ -97,26 +98,27 @@ _SETTINGS = {
     "dnn": _Setting("50mbit", 1024, 90.0, 2, lr=0.3, asgd_lr=0.1, nodes_target=90.0, nodes_every=1, best=(100, 2)),
     "cnn": _Setting("20mbit", 128, 45.0, 5, lr=0.05, asgd_lr=0.05, nodes_target=35.0, nodes_every=5, best=(200, 10)),
 }
-#: The nodes that these are for.
+#: The number of nodes that the settings above are for.
 _NODES = 4
 _STEPS = 2_000
-#: In one process, after which training is given up.
+#: Steps after which training in one process is given up.
 _SERIAL_STEPS = 600
 
-#: Of the links on which bytes are counted; nodes and redundancies; and up to how many nodes three exchanges are.
+#: For counting bytes: the links' rate, pairs of nodes and redundancy, and the largest number of nodes with more than
+#: one exchange.
 _COUNTED_RATE = "50mbit"
 _COUNTED = tuple((nodes, r) for nodes in range(2, 11) for r in range(1, 5) if r < nodes)
 _COUNTED_THRICE = 8
 
-#: Four nodes of which the last has half the speed, the task that they train, and an emulated processor's seconds for a
-#: sample: so many that computing and sending take about as long.
+#: Speeds of four nodes, the last half as fast; the task that they train; and the seconds that a fast node's emulated
+#: processor takes for a sample, chosen so that computing and sending take about as long.
 _UNEVEN, _UNEVEN_TASK, _SAMPLE_S = (2.0, 2.0, 2.0, 1.0), "dnn", 0.0005
 _UNEVEN_SCHEMES = ((1, 1), (3, 4))
 
-#: What a row may take on a busy machine, its training left out.
+#: Seconds that a row may take on a busy machine, not counting its training.
 _AROUND_S = 180.0
 
-#: A run of ``--quick``: enough to see that everything works, not to learn anything.
+#: Size of a ``--quick`` run: enough to see that everything works, too small for results.
 _QUICK_NODES, _QUICK_RATE, _QUICK_BATCH, _QUICK_LIMIT, _QUICK_STEPS = 3, "200mbit", 48, 960, 5
 
 
@@ -190,7 +192,7 @@ class Options:
             LabConfig(rate=rate)
 
     def of(self, task: str) -> _Setting:
-        """How this run trains a task."""
+        """Return how this run trains a task."""
         own = _SETTINGS[task]
         if self.quick:
             own = replace(own, rate=_QUICK_RATE, batch=_QUICK_BATCH, every=1, target=100.0, best=(_QUICK_STEPS, 1))
@@ -201,7 +203,7 @@ class Options:
 
 
 def rows_of(options: Options) -> list[Row]:
-    """What is measured, in the order in which it is."""
+    """Return the rows to measure, in the order of measuring."""
     if options.quick:
         options = replace(
             options, nodes=_QUICK_NODES, figure_nodes=_QUICK_NODES, node_counts=(_QUICK_NODES,), fast=_QUICK_RATE,
@@ -223,7 +225,7 @@ def rows_of(options: Options) -> list[Row]:
 
 
 def _counted(options: Options) -> Iterator[Row]:
-    """Exchanges of a vector."""
+    """Rows that count the bytes of exchanging a vector."""
     counted, rate = _COUNTED, _COUNTED_RATE
     if options.quick:
         counted, rate = tuple((_QUICK_NODES, r) for r in range(1, _QUICK_NODES)), _QUICK_RATE
@@ -233,7 +235,7 @@ def _counted(options: Options) -> Iterator[Row]:
 
 
 def _timed(task: str, own: _Setting, options: Options) -> Iterator[Row]:
-    """A step of each method, for each number of nodes."""
+    """Rows that time a step of each method, for each number of nodes."""
     for n in options.node_counts:
         for name in (MULTICAST, ASGD, CHOSEN, ALL_REDUCE):
             yield Row(
@@ -243,7 +245,7 @@ def _timed(task: str, own: _Setting, options: Options) -> Iterator[Row]:
 
 
 def _stepped(task: str, own: _Setting, options: Options) -> Iterator[Row]:
-    """Steps to the target: with as many classes as nodes, and with all of them as behind links."""
+    """Rows that count steps to the target: with as many classes as nodes, and with all classes as behind links."""
     for n, classes in (*((n, n) for n in options.node_counts), (options.nodes, 0)):
         for seed in options.seeds:
             for name in (ALONE, ASGD):
@@ -259,13 +261,13 @@ def _stepped(task: str, own: _Setting, options: Options) -> Iterator[Row]:
 
 
 def _above_chance(target: float, classes: int) -> float:
-    """The accuracy that is as far above chance with fewer classes as ``target`` is with all."""
+    """Return the accuracy (in percent) that is as far above chance with ``classes`` as ``target`` is with all."""
     share = (target / 100.0 - 1 / CLASSES) / (1 - 1 / CLASSES)
     return round(100.0 * (1 / classes + share * (1 - 1 / classes)), 2)
 
 
 def _shared(own: _Setting, options: Options) -> Iterator[Row]:
-    """A step where the last node is slow, with equal shares and with its own."""
+    """Rows that time a step with a slow last node, with equal shares and with shares that match the nodes' speeds."""
     sample_s = tuple(_SAMPLE_S * max(_UNEVEN) / speed for speed in _UNEVEN)
     for r, g in _UNEVEN_SCHEMES:
         for shares, name in (((), "equal shares"), (_UNEVEN, f"shares {':'.join(f'{s:g}' for s in _UNEVEN)}")):
@@ -303,7 +305,7 @@ def _trained(task: str, own: _Setting, options: Options) -> Iterator[Row]:
 
 
 def _schemes(task: str, own: _Setting, options: Options) -> Iterator[Row]:
-    """A step against r: plain, coded among all, and in groups that compute the same."""
+    """Rows that time a step against r: uncoded, coded among all nodes, and in groups that compute the same."""
     nodes = options.figure_nodes
     repeated = [(r, r) for r in range(2, nodes) if nodes % r == 0]
     for r, g in ((1, 1), *((r, nodes) for r in range(2, nodes)), *repeated):
@@ -318,7 +320,7 @@ def _quick(row: Row) -> Row:
 
 
 def _places(rows: Sequence[Row], output: Path, data_dir: Path | None) -> list[Path]:
-    """Where each row is kept when it is finished. Images are decoded on the way, before all ranks want them."""
+    """Return each row's file of results. This also decodes the images, so that ranks need not all do it at once."""
     digests = {task: images_of(task, data_dir).digest for task in {row.task for row in rows if row.kind != "bytes"}}
     return [output / "rows" / f"{key(row, row.ranks, digests.get(row.task, ''))}.json" for row in rows]
 
@@ -331,11 +333,13 @@ def measure(
     resume: bool = True,
     on_event: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """What each row came to, in the given order; rows of one link and number of ranks share their processes.
+    """Measure rows, and return their results in the given order.
+
+    Rows with the same link and number of ranks are measured by the same processes.
 
     Raises:
         UnsupportedError: links cannot be emulated here.
-        RankError: a rank ended early, or rows took longer than they may.
+        RankError: a rank ended early, or rows exceeded their time limit.
     """
     results: dict[int, dict[str, Any]] = {}
     for number, place in enumerate(places):
@@ -369,7 +373,7 @@ def measure(
 
 
 def _processes(row: Row) -> tuple[bool, int, str]:
-    """What rows have in common that are measured by the same processes."""
+    """Return a key; rows with the same key are measured by the same processes."""
     return row.kind == "bytes", row.ranks, row.rate
 
 
@@ -442,7 +446,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
 
 
 class _Show:
-    """A bar over all rows, with the one at work; a line for each that is done."""
+    """Show events of measuring: one bar over all rows, labelled with the current one, and a line per finished row."""
 
     def __init__(self, progress: Progress, rows: Sequence[Row]) -> None:
         self._progress, self._rows = progress, rows
@@ -465,7 +469,7 @@ class _Show:
 
 
 def _told(result: dict[str, Any]) -> str:
-    """A finished row in a few words."""
+    """Summarize a finished row in a few words."""
     last = result["curve"][-1] if "curve" in result else []
     if result["kind"] == "train":
         reached = result["reached"]

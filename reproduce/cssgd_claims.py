@@ -1,7 +1,7 @@
 """The claims of CSSGD's paper, judged by the rows of :mod:`reproduce.cssgd`.
 
-Claims about times are of pairs of rows of one seed, or of stretches of two runs (:mod:`reproduce.cssgd_found`). Bytes
-are counted and exact, so claims about them need no seeds.
+Claims about times compare pairs of rows with the same seed, or stretches of two runs (:mod:`reproduce.cssgd_found`).
+Bytes are counted exactly, so claims about bytes need no seeds.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from reproduce.pairs import Finding, difference, every
 
 __all__ = ["claims"]
 
-#: The best r on 8 nodes (figures 12 and 13).
+#: The best r on 8 nodes in the paper (figures 12 and 13).
 _BEST = {"dnn": 3, "cnn": 2}
-#: Nodes and redundancies whose bytes the claim is about, and how near to equation 19 they have to be.
+#: Pairs of nodes and redundancy that the claim about bytes covers, and the share by which bytes may miss equation 19.
 _COUNTED = tuple((nodes, r) for nodes in range(2, 11) for r in range(1, 5) if r < nodes)
 _WITHIN = 0.05
-#: Share of the predicted time within which a batch's time is as predicted.
+#: A batch's time is as predicted if it differs by at most this share of the prediction.
 _AS_PREDICTED = 0.25
-#: What is compared.
+#: What claims about times compare.
 _SECONDS = "seconds to the target; what is said of one run is of the first seed, as it was trained behind links"
-#: Share by which uneven shares may change what is sent.
+#: The share by which uneven shares may change the bytes sent.
 _AS_MANY = 0.01
 
 
 def claims(results: Sequence[Result]) -> list[Claim]:
-    """What the paper says, and what its scheme should do on such links, by these rows."""
+    """Judge the paper's claims, and what its scheme should do on such links, by these rows."""
     tasks = [task for task in TITLES if any(result["task"] == task for result in results)]
     judges = {
         _sooner: _TO_TARGET, _as_much_sooner: _TO_TARGET, _less_sent: _TO_TARGET, _sooner_on_average: _NODES,
@@ -81,7 +81,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 #: Headings of the page's tables.
 _TO_TARGET, _NODES, _OTHERS = "Time and bytes to the target", "The redundancy, and the number of nodes", "Other claims"
 
-#: Of what a difference is, and in few words: the page's legend has the rest.
+#: Patterns of what a difference compares, and replacements in few words; the page's legend has the rest.
 _OF = (
     (re.compile(r" \(one run each, \d+ \w+ between tests\)"), " (one run)"),
     (re.compile(r" \((seeds? [\d, ]+); [^)]*\)"), r" (\1)"),
@@ -90,7 +90,7 @@ _OF = (
 
 
 def _shortly(claim: Claim) -> Claim:
-    """The task is said in the table's heading."""
+    """Shorten a claim for its table: the heading already names the task."""
     said = claim.said or re.sub(rf"^{claim.case}(?:, figure \d+)?: ", "", claim.text)
     figures = (claim.found or claim.figures).replace(f"; {_SECONDS}", "")
     for pattern, words in _OF:
@@ -138,7 +138,7 @@ def _as_much_sooner(results: Sequence[Result], task: str) -> Claim:
 
 
 def _as_the_paper(claim: Claim, task: str) -> Claim:
-    """What is asked for differs from task to task."""
+    """Word a claim the same for all tasks, though the number that it asks for differs from task to task."""
     where = "on average, over all numbers of nodes, " if "average" in claim.text else ""
     said = f"{where}CSSGD takes as much less time than SSGD by multicast, and than ASGD, as in the paper"
     asked = " and ".join(f"{saved} %" for saved in SAVED[task])

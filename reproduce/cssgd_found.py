@@ -1,12 +1,14 @@
-"""What rows of :mod:`reproduce.cssgd` come to together: times to the target, by method, number of nodes and seed.
+"""Compute times to the target from the rows of :mod:`reproduce.cssgd`, by method, number of nodes and seed.
 
-A time to the target is steps times seconds of a step. Behind links it is measured as one. Elsewhere it is put together:
-steps are counted in one process, seed by seed (all synchronous methods take the same ones), and a step is timed behind
-links. Times of one seed are compared with each other (:mod:`reproduce.pairs`).
+A time to the target is the number of steps times the seconds of a step. Training behind links measures the product
+directly. Elsewhere the two factors are measured apart: steps are counted in one process, seed by seed (all synchronous
+methods take the same number), and a step is timed behind links. Only times of the same seed are compared
+(:mod:`reproduce.pairs`).
 
-Two synchronous methods take the same steps with every seed, so their times differ by the same share with all of them:
-seeds say nothing of the noise there. It is in the timing: of each run the stretches between two tests, or the rounds in
-which steps were timed, are paired in their order. What a run on another day would change is not in such a margin.
+Two synchronous methods take the same steps with every seed, so their times differ by the same share with every seed,
+and seeds say nothing about the noise. The noise is in the timing: the stretches between two tests, or the rounds in
+which steps were timed, are paired in order between the two runs. Such a margin does not cover what would change in a
+run on another day.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ __all__ = [
 
 Result = dict[str, Any]
 
-#: Seed → seconds to the target; None where that was not reached.
+#: Seed → seconds to the target; None where the target was not reached.
 Times = dict[int, float | None]
 
 
 def rows_in(results: Sequence[Result], section: str, task: str | None = None) -> list[Result]:
-    """Rows of a section; of a task, or of all."""
+    """Return the rows of a section, of one task or of all tasks."""
     return [
         result
         for result in results
@@ -63,11 +65,11 @@ class Method:
     """A method's training behind links, over seeds.
 
     Attributes:
-        run: of the first seed.
-        times: of all seeds. Where only the first was trained behind links: the others' steps, counted in one process,
-            times seconds of its step.
-        steps: of all seeds.
-        trained: seeds with which it was trained behind links.
+        run: the run of the first seed.
+        times: seconds to the target by seed. Where only the first seed was trained behind links, the others' times are
+            their steps, counted in one process, times the seconds of a step in the first seed's run.
+        steps: steps to the target by seed.
+        trained: the seeds trained behind links.
     """
 
     run: Result
@@ -77,11 +79,11 @@ class Method:
 
     @property
     def seconds(self) -> float:
-        """The mean; for ever where one did not reach the target."""
+        """Return the mean time over seeds; infinite where one seed did not reach the target."""
         return statistics.mean(math.inf if seconds is None else seconds for seconds in self.times.values())
 
     def time(self) -> str:
-        """The mean in words, and its spread where there are several seeds."""
+        """Return the mean time in words, with its spread where there are several seeds."""
         if not math.isfinite(self.seconds):
             return f"> {format_seconds(self.run['curve'][-1][1])}"
         there = [seconds for seconds in self.times.values() if seconds is not None]
@@ -90,7 +92,7 @@ class Method:
 
 
 def methods_of(results: Sequence[Result], task: str) -> dict[str, Method]:
-    """Methods that were trained behind links, by name."""
+    """Return the methods trained behind links, by name."""
     found: dict[str, Method] = {}
     runs = [run for run in rows_in(results, "train", task) if run["kind"] == "train"]
     for name in dict.fromkeys(run["name"] for run in runs):
@@ -111,7 +113,7 @@ def methods_of(results: Sequence[Result], task: str) -> dict[str, Method]:
 
 
 def counted_steps(results: Sequence[Result], task: str, section: str, nodes: int, name: str) -> dict[int, int | None]:
-    """Steps to the target in one process, by seed."""
+    """Return the steps to the target counted in one process, by seed."""
     return {
         row["seed"]: row["reached"]
         for row in rows_in(results, section, task)
@@ -136,18 +138,18 @@ class Count:
     steps: dict[str, dict[int, int | None]]
 
     def times(self, name: str) -> Times:
-        """Seconds to the target, by seed."""
+        """Return a method's seconds to the target, by seed."""
         step_s = self.timed[name]["step_s"]
         return {seed: None if taken is None else taken * step_s for seed, taken in self.steps[name].items()}
 
     def time(self, name: str) -> str:
-        """The mean over seeds, in words."""
+        """Return the mean over seeds of a method's time to the target, in words."""
         times = list(self.times(name).values()) if name in self.timed else []
         there = [seconds for seconds in times if seconds is not None]
         return format_seconds(statistics.mean(there)) if there and len(there) == len(times) else NOTHING
 
     def less(self, name: str) -> Difference:
-        """How much less time than another method the chosen r takes.
+        """Return how much less time the chosen r takes than method ``name``.
 
         Raises:
             LookupError: rows are missing.
@@ -161,20 +163,20 @@ class Count:
         return replace(apart, scores=(own, other), mean=own / other - 1.0, of=_rounds(apart))
 
     def synchronous(self, name: str) -> bool:
-        """Whether the method takes the steps that the chosen r takes, and comes to the target with every seed."""
+        """Return whether the method takes the same steps as the chosen r, and reaches the target with every seed."""
         return name != ASGD and all(self.steps[name].values())
 
     def rounds(self, name: str) -> Times:
-        """Seconds of a step, round by round."""
+        """Return a method's seconds per step, round by round."""
         return dict(enumerate(self.timed[name]["round_step_s"]))
 
     def scheme(self) -> str:
-        """Redundancy and group that the tool chose."""
+        """Return the redundancy and group that ``nb.choose_redundancy`` chose."""
         return _chosen_scheme(self.timed[CHOSEN]) if CHOSEN in self.timed else NOTHING
 
 
 def counts_of(results: Sequence[Result], task: str) -> list[Count]:
-    """Each number of nodes that something was measured on."""
+    """Return a :class:`Count` for each number of nodes with measurements."""
     timed = rows_in(results, "nodes", task)
     found = []
     for nodes in sorted({row["nodes"] for row in timed}):
@@ -192,14 +194,15 @@ def counts_of(results: Sequence[Result], task: str) -> list[Count]:
 
 
 def less_time(own: Method, other: Method, name: str) -> Difference:
-    """How much less time the chosen r takes than the method of that name, as a share.
+    """Return how much less time the chosen r takes than another method, as a share.
 
-    By pairs of one seed where that is ASGD; elsewhere by stretches of one run each.
+    Stretches of one run each are paired. With ASGD, or where a seed of either method did not reach the target, times of
+    the same seed are paired instead.
 
     Args:
-        own: with the chosen r.
-        other: the method of that name.
-        name: of the other.
+        own: the method with the chosen r.
+        other: the method to compare with.
+        name: name of the other method.
     """
     if name == ASGD or not all(math.isfinite(method.seconds) for method in (own, other)):
         apart = _less(own.times, other.times, name)
@@ -213,7 +216,7 @@ def less_time(own: Method, other: Method, name: str) -> Difference:
 
 
 def _stretches(run: Result) -> Times:
-    """Seconds of a step in each stretch between two tests, by the step at its end."""
+    """Return the seconds per step in each stretch between two tests, keyed by the step at the stretch's end."""
     marks = [(0, 0.0), *((int(step), float(seconds)) for step, seconds, *_ in run["curve"])]
     return {there: (then - now) / (there - here) for (here, now), (there, then) in itertools.pairwise(marks)}
 
@@ -232,23 +235,23 @@ def _chosen_scheme(result: Result) -> str:
 
 
 def scheme(run: Result) -> str:
-    """Redundancy and group of a run, where it has any."""
+    """Return the redundancy and group of a run, in words, where it has any."""
     if run["method"] == "chosen":
         return _chosen_scheme(run)
     return f"r = {run['redundancy']}, g = {run['group'] or run['nodes']}" if run["method"] == "coded" else NOTHING
 
 
 def averaged(counts: Sequence[Count], name: str) -> Difference:
-    """How much less time than another method the chosen r takes on average over numbers of nodes.
+    """Return how much less time the chosen r takes than method ``name``, on average over numbers of nodes.
 
-    Seed by seed where that is ASGD; elsewhere round by round, as :meth:`Count.less` does.
+    Averages are taken round by round. With ASGD, or where a seed did not reach the target, they are taken seed by seed.
 
     Raises:
         LookupError: rows are missing.
     """
     if not counts:
         raise LookupError("needs steps timed on several numbers of nodes, and counted")
-    apart = [count.less(name) for count in counts]  # or rows are missing
+    apart = [count.less(name) for count in counts]  # raises LookupError where rows are missing
     by_round = all(count.synchronous(name) for count in counts)
     pairs: dict[int, list[tuple[float | None, float | None]]] = {}
     for count in counts:
@@ -269,18 +272,18 @@ def averaged(counts: Sequence[Count], name: str) -> Difference:
 
 
 def sent_until(run: Result) -> str:
-    """Bytes until the target, in words."""
+    """Return the bytes sent until the target, in words."""
     return format_bytes(run["reached"][2]) if run["reached"] else NOTHING
 
 
 def predicted_s(said: dict[str, Any]) -> float:
-    """What the tool predicts for what it chooses."""
+    """Return the seconds that ``nb.choose_redundancy`` predicts for its choice."""
     chosen = (said["redundancy"], said["group"])
     return float(next(c["seconds"] for c in said["candidates"] if (c["redundancy"], c["group"]) == chosen))
 
 
 def points_of(results: Sequence[Result], task: str) -> list[dict[str, Any]]:
-    """A batch's time against r: what was measured, what T(r) says, and what the paper's formula says."""
+    """Return a batch's time against r: as measured, by the library's model T(r), and by the paper's formula."""
     points = []
     for row in rows_in(results, "batch", task):
         r, g, n = row["redundancy"], row["group"], row["nodes"]
@@ -304,6 +307,6 @@ def points_of(results: Sequence[Result], task: str) -> list[dict[str, Any]]:
 
 
 def uneven_pairs(results: Sequence[Result]) -> list[tuple[Result, Result]]:
-    """Rows of equal and of uneven shares, by redundancy."""
+    """Return pairs of rows with equal and with uneven shares, one pair per redundancy."""
     rows = {(row["redundancy"], bool(row["shares"])): row for row in rows_in(results, "shares")}
     return [(rows[r, False], rows[r, True]) for r, uneven in rows if uneven and (r, False) in rows]

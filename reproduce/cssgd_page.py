@@ -1,4 +1,4 @@
-"""The tables of :mod:`reproduce.cssgd`, and its page of results."""
+"""Make the tables of :mod:`reproduce.cssgd` and its page of results."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Sheet:
     """A table.
 
     Attributes:
-        title: up to a comma it is the heading; all of it stands below that.
-        figures: what its figures are, and how exact.
-        headings: of columns.
-        rows: of cells.
-        paged: whether a page has it, too: some say no more than claims do.
+        title: the part before a comma is the heading; the whole title stands below the heading.
+        figures: what the figures are, and how exact.
+        headings: headings of the columns.
+        rows: cells of each row.
+        paged: whether the page has this table, too; some tables say no more than claims do.
     """
 
     title: str
@@ -73,7 +73,7 @@ class Sheet:
     paged: bool = True
 
     def drawn(self) -> Table:
-        """For the terminal."""
+        """Return the table for the terminal."""
         from rich.box import SIMPLE_HEAD
         from rich.markup import escape
         from rich.table import Table
@@ -89,7 +89,7 @@ class Sheet:
         return table
 
     def markdown(self) -> list[str]:
-        """As lines of a page."""
+        """Return the table as lines of a page."""
         heading, _, about = self.title.partition(": ")
         said = f"{_capital(about)}. {self.figures}" if about else self.figures
         return [f"### {heading}", "", said, "", *table_lines(self.headings, self.rows)]
@@ -130,7 +130,7 @@ _TIMES = "Times are of this machine, whose cores all ranks share."
 
 
 def sheets(results: Sequence[Result]) -> Iterator[Sheet]:
-    """All that was measured, in tables; what was measured with both tasks stands side by side."""
+    """Yield tables of everything measured; columns of the two tasks stand side by side."""
     methods = _with_any({task: methods_of(results, task) for task in TITLES})
     if methods:
         yield _training_sheet(methods)
@@ -159,7 +159,7 @@ def _with_any(found: Mapping[str, _Some]) -> dict[str, _Some]:
 
 
 def _side_by_side(own: Iterable[str], headings: Sequence[str]) -> list[str]:
-    """Headings of each task, which is named with the first of its own."""
+    """Repeat the headings for each task, with the task's title in front of the first."""
     heads = []
     for task in own:
         first, *others = headings
@@ -218,7 +218,7 @@ _TRAINED = "8 to 11"
 
 
 def _behind_links(methods: Mapping[str, Method]) -> str:
-    """With which seeds methods were trained behind links, and where times of the others are from."""
+    """Say with which seeds methods were trained behind links, and where the times of other seeds come from."""
     trained: dict[tuple[int, ...], list[str]] = {}
     for name, method in methods.items():
         trained.setdefault(method.trained, []).append(name)
@@ -248,7 +248,7 @@ def _listed(numbers: Iterable[Any]) -> str:
 
 
 def _saved(apart: Difference) -> str:
-    """How much less, in percent, and the margin; of more than twice as much, how many times."""
+    """Format how much less time it took, in percent with the margin; above twice as much, as a factor."""
     if not math.isfinite(apart.mean):
         return NOTHING
     if apart.mean > 1.0:
@@ -286,7 +286,7 @@ def _nodes_sheet(tasks: Mapping[str, Sequence[Count]], results: Sequence[Result]
 
 
 def _in_process(results: Sequence[Result]) -> str:
-    """How many steps ASGD takes with all classes, where its workers take turns, and behind links."""
+    """Say how many steps ASGD takes with all classes, in one process (workers take turns) and behind links."""
     told = []
     for task, title in TITLES.items():
         methods = methods_of(results, task)
@@ -444,12 +444,12 @@ _COVERS = (
 
 
 def _covers(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """The paper's tables and figures, by the rows that are there."""
+    """List the paper's tables and figures, and how the recorded rows cover them."""
     return [(what, where if isinstance(where, str) else _where(results, *where)) for what, where in _COVERS]
 
 
 def _where(results: Sequence[Result], section: str, here: str) -> str:
-    """What is said of a section's rows, task by task where one has none."""
+    """Describe a section's rows by the text ``here``, and name the tasks without rows."""
     own = {task: rows_in(results, section, task) for task in (TITLES if section != "bytes" else ("bytes",))}
     there = {task: rows for task, rows in own.items() if rows}
     if not there:
@@ -460,13 +460,13 @@ def _where(results: Sequence[Result], section: str, here: str) -> str:
 
 
 def _nodes(rows: Iterable[Result]) -> str:
-    """Numbers of nodes in words: ``4 nodes``, or ``2 to 10 nodes``."""
+    """Say the numbers of nodes in words: ``4 nodes``, or ``2 to 10 nodes``."""
     counts = {row["nodes"] for row in rows}
     least, most = min(counts), max(counts)
     return f"{least} nodes" if least == most else f"{least} to {most} nodes"
 
 
-#: Each a line of the page.
+#: Differences from the paper, each a bullet on the page.
 _DEPARTURES = (
     (
         "**Machines.** All ranks share two cores, instead of ten machines. Computing is slow there, and what counts is "
@@ -496,7 +496,7 @@ _DEPARTURES = (
 
 
 def _of_asgd(results: Sequence[Result]) -> str:
-    """With which seeds ASGD runs, behind links and in one process."""
+    """Say with which seeds ASGD runs, behind links and in one process."""
     told = []
     for task, title in TITLES.items():
         rows = [row for row in results if row["task"] == task and row["name"] == ASGD]
@@ -533,10 +533,10 @@ def _conclusion(results: Sequence[Result]) -> str:
 
 
 def _reached(results: Sequence[Result], task: str) -> dict[str, Method]:
-    """Methods of a task by name.
+    """Return the methods of a task, by name.
 
     Raises:
-        LookupError: one of those that a conclusion needs is missing, or did not come to the target.
+        LookupError: a method that the conclusion needs is missing, or did not reach the target.
     """
     methods = {name: method for name, method in methods_of(results, task).items() if math.isfinite(method.seconds)}
     missing = [name for name in NAMED if name not in methods]
@@ -558,7 +558,7 @@ def _panels(results: Sequence[Result]) -> list[Panel]:
 
 
 def _ran(results: Sequence[Result]) -> str:
-    """What was run, by the rows that are there."""
+    """Say what was run, by the recorded rows."""
     told = [
         f"{said} on {_nodes(rows)}"
         for said, rows in (
@@ -586,7 +586,7 @@ _OPENING = Opening(
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a record: what is in ``summary.json``."""
+    """Write the page of results from a record, the content of ``summary.json``."""
     results = record["rows"]
     said = claims(results) if record["claims"] else []
     lines = [

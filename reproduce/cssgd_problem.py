@@ -1,4 +1,4 @@
-"""What :mod:`reproduce.cssgd` measures, a row each, and what is trained in it: a model and its images."""
+"""The rows that :mod:`reproduce.cssgd` measures, and the problem that they train: a model and its images."""
 
 from __future__ import annotations
 
@@ -39,45 +39,45 @@ __all__ = [
 ]
 
 TITLES = {"dnn": "MNIST, DNN", "cnn": "CIFAR-10, CNN"}
-#: The paper's figures of time against the number of nodes, and how much less than SSGD by multicast and than ASGD the
-#: best r takes there on average, in percent.
+#: The numbers of the paper's figures of time against the number of nodes; and how much less time the best r takes there
+#: on average, in percent, than SSGD by multicast and than ASGD.
 FIGURES = {"dnn": 14, "cnn": 15}
 SAVED = {"dnn": (53.97, 26.89), "cnn": (39.11, 26.37)}
 
-#: What each task reads.
+#: Task → the files that it reads.
 FILES = {
     "dnn": ("mnist/train.parquet", "mnist/test.parquet"),
     "cnn": ("cifar10/train.parquet", "cifar10/test.parquet"),
 }
 
-#: What rows are about, in the order in which they are measured: bytes of all numbers of nodes come first.
+#: Sections of rows, in the order of measuring; the bytes of all numbers of nodes come first.
 SECTIONS = ("bytes", "nodes", "steps", "shares", "best", "choice", "train", "batch")
 
-#: Training: how gradients become one step. ``alone``: every rank computes the whole mini-batch, and none sends.
+#: How gradients are combined into a step. ``alone``: every rank computes the whole mini-batch, and none sends.
 METHODS = ("unicast", "multicast", "asgd", "coded", "chosen", "all-reduce", "alone")
 
 UNICAST, MULTICAST, ASGD, CHOSEN = "SSGD unicast", "SSGD multicast", "ASGD", "CSSGD, chosen"
 ALL_REDUCE, ALONE = "all-reduce", "alone"
-#: What methods are called in tables.
+#: Name of a row in tables → its method.
 NAMED = {
     UNICAST: "unicast", MULTICAST: "multicast", ASGD: "asgd", CHOSEN: "chosen", ALL_REDUCE: "all-reduce",
     ALONE: "alone",
 }  # fmt: skip
 #: The methods that the paper compares with.
 BASELINES = (UNICAST, MULTICAST, ASGD)
-#: That the paper trains with.
+#: The redundancies r that the paper trains with.
 REDUNDANCIES = (2, 3)
 
-#: Of both data sets.
+#: Number of classes in both data sets.
 CLASSES = 10
 
-#: Images that accuracies, and the loss of kept weights, are taken of: the first ones.
+#: Accuracies, and the loss by which weights are kept, are measured on this many images, the first of their set.
 _TESTED = 2000
 _AT_ONCE = 500
 
 
 def coded(redundancy: int) -> str:
-    """What CSSGD with that redundancy is called."""
+    """Return the name of CSSGD with this redundancy in tables."""
     return f"CSSGD, r = {redundancy}"
 
 
@@ -88,34 +88,34 @@ class Row:
     Attributes:
         kind: behind links (:mod:`reproduce.cssgd_ranks`)
 
-            * ``bytes``: exchanges of a vector, counted;
-            * ``batch``: a few steps, timed;
-            * ``choice``: what :func:`narrowband.choose_redundancy` measures, and what it says;
-            * ``train``: training until the target;
+            * ``bytes``: count the bytes of exchanging a vector;
+            * ``batch``: time a few steps;
+            * ``choice``: what :func:`narrowband.choose_redundancy` measures and chooses;
+            * ``train``: train until the target;
 
             and in one process (:mod:`reproduce.cssgd_serial`)
 
-            * ``steps``: how many steps training takes until the target;
-            * ``best``: what becomes of the weights with the least loss.
+            * ``steps``: count the steps until the target;
+            * ``best``: keep the weights with the least loss.
         task: ``dnn`` or ``cnn``; ``bytes`` has none.
-        name: what it is called in tables.
-        nodes: that compute; with ``asgd`` there is a server beside them.
-        rate: of each link, in each direction; empty for what runs in one process.
+        name: the row's name in tables.
+        nodes: number of nodes that compute; ``asgd`` has a server in addition.
+        rate: rate of each link, in each direction; empty for what runs in one process.
         seed: of parameters and of the order of samples.
         batch: samples of a mini-batch, over all nodes.
         method: one of ``METHODS``.
-        redundancy: of ``coded``, of ``batch`` and of ``bytes``.
-        group: likewise; 0: all nodes.
-        lr: of plain SGD.
-        target: accuracy, in percent, that ends training.
+        redundancy: r; used by the method ``coded`` and by the kinds ``batch`` and ``bytes``.
+        group: size of a group of nodes that code together, used by the same; 0: all nodes.
+        lr: learning rate of plain SGD.
+        target: test accuracy, in percent, that ends training.
         every: steps between two tests.
-        steps: that are timed or counted; of training at most. ``asgd`` does as many on each node.
-        limit_s: seconds of training after which it is given up.
-        limit: use no more samples than this; None: all.
-        classes: use images of the first ones only.
-        shares: of nodes, see :class:`narrowband.coded.Assignment`; empty: equal ones.
-        sample_s: seconds that each node's emulated processor takes for a sample; empty: nothing is emulated.
-        section: of ``SECTIONS``, where it is not that of its kind.
+        steps: steps that are timed or counted; the most steps of training. ``asgd`` does as many on each node.
+        limit_s: seconds after which training is given up.
+        limit: use at most this many samples; None: all.
+        classes: use only images of this many classes, the first ones.
+        shares: shares of nodes, see :class:`narrowband.coded.Assignment`; empty: equal shares.
+        sample_s: seconds that each node's emulated processor takes for a sample; empty: no emulation.
+        section: one of ``SECTIONS``, where it differs from ``kind``.
     """
 
     kind: Literal["bytes", "batch", "choice", "train", "steps", "best"]
@@ -144,36 +144,36 @@ class Row:
             raise ValueError(f"method={self.method!r} is none of {', '.join(METHODS)}")
         if self.batch % self.nodes:
             raise ValueError(f"a mini-batch of {self.batch} samples cannot be shared evenly by {self.nodes} nodes")
-        for name in ("shares", "sample_s"):  # JSON has no tuples
+        for name in ("shares", "sample_s"):  # these are lists when read from JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def serial(self) -> bool:
-        """Whether it runs in one process, without links."""
+        """Whether the row runs in one process, without links."""
         return self.kind in ("steps", "best")
 
     @property
     def ranks(self) -> int:
-        """How many processes it takes."""
+        """How many processes the row takes."""
         return 1 if self.serial else self.nodes + (self.method == "asgd")
 
 
 def images_of(task: str, directory: Path | None = None) -> Images:
-    """The data of a task."""
+    """Return the images of a task."""
     return {"dnn": mnist, "cnn": cifar10}[task](directory)
 
 
 class Problem:
-    """A model and its images, the same on all ranks: samples are named by their places, and no image is changed.
+    """A model and its images, the same on all ranks. Samples are identified by index; images are not augmented.
 
     Args:
-        row: whose task, batch, seed, classes and limit these are.
-        directory: the data folder; None: as :mod:`reproduce.data` says.
+        row: gives task, batch, seed, classes and limit.
+        directory: the data folder; None: see :mod:`reproduce.data`.
 
     Attributes:
-        tested: the test images that accuracies are of.
-        judged: the training images that the loss of kept weights is of.
-        trained: all training images.
+        tested: indices of the test images that accuracies are measured on.
+        judged: indices of the training images that the loss by which weights are kept is measured on.
+        trained: indices of all training images.
     """
 
     def __init__(self, row: Row, directory: Path | None = None) -> None:
@@ -192,7 +192,7 @@ class Problem:
         self._steps = self.trained.numel() // row.batch
 
     def samples(self, step: int) -> Tensor:
-        """Which samples the mini-batch of a step holds."""
+        """Return the indices of the samples in the mini-batch of a step."""
         epoch, at = divmod(step, self._steps)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000 + epoch)
@@ -201,12 +201,12 @@ class Problem:
         return self._order[at]
 
     def backward(self, model: nn.Module, samples: Tensor) -> None:
-        """Add to gradients that of the mean loss of these samples."""
+        """Add the gradient of the mean loss of these samples to the parameters' gradients."""
         logits = model(self._inputs(self._images.train_x[samples]))
         torch.autograd.backward(F.cross_entropy(logits, self._images.train_y[samples]))
 
     def loss(self, model: nn.Module, samples: Tensor) -> float:
-        """The mean loss of these training images."""
+        """Return the mean loss of these training images."""
         total = 0.0
         with torch.no_grad():
             for part in torch.split(samples, _AT_ONCE):
@@ -215,7 +215,7 @@ class Problem:
         return total / samples.numel()
 
     def right(self, model: nn.Module, tested: Tensor) -> int:
-        """How many of these test images are classified right."""
+        """Return how many of these test images are classified correctly."""
         with torch.no_grad():
             parts = [model(self._inputs(self._images.test_x[part])).argmax(1) for part in torch.split(tested, _AT_ONCE)]
         return int((torch.cat(parts) == self._images.test_y[tested]).sum()) if parts else 0

@@ -1,13 +1,13 @@
-"""One rank of :mod:`reproduce.cssgd`: trains, times and counts behind an emulated link.
+"""One rank of :mod:`reproduce.cssgd`: trains, times steps and counts bytes behind an emulated link.
 
-Rows of one number of ranks and one link run one after the other in the same processes.
+Rows with the same number of ranks and the same link run one after the other in the same processes.
 
-In training, parameters are put aside every few steps. Between stretches of steps the clock and the counters stand still
-while these are tested, so tests cost nobody anything.
+Training copies the parameters every few steps. The copies are tested between stretches of steps, while clock and
+counters are stopped, so tests add neither time nor bytes.
 
-Bytes are what the kernel counts on each rank's network card as sent, headers included, added up over ranks. So what is
-multicast counts once for its sender. (Of TCP's packets the kernel counts several with one set of headers, so what goes
-by unicast is counted with four percent less than multicast.)
+Bytes are those that the kernel counts as sent on each rank's network card, headers included, summed over ranks. A
+multicast packet therefore counts once, for its sender. (The kernel counts several TCP packets with one set of headers,
+so unicast is counted with four percent less than multicast.)
 
 A node's processor can be emulated, too: before it computes, the node sleeps as long as that processor would take.
 """
@@ -45,7 +45,7 @@ from reproduce.cssgd_problem import Problem, Row
 
 __all__ = ["equation_19", "stated_bytes"]
 
-#: How often parameters are put aside in a stretch.
+#: The most copies of the parameters in a stretch.
 _MARKS = 10
 #: Elements of the vector whose exchanges are counted: a multiple of every redundancy.
 _COUNTED = 60_480
@@ -58,7 +58,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Mark:
-    """Parameters put aside: after how many seconds of a stretch, and bytes that this rank sent in it."""
+    """A copy of the parameters, with the seconds since the stretch began and the bytes that this rank sent in it."""
 
     seconds: float
     nbytes: int
@@ -69,8 +69,8 @@ class Method(ABC):
     """A way to train, on one rank.
 
     Attributes:
-        tested: the test images that this rank looks at; the marks of all ranks that have any are equal.
-        choice: what the tool said, where it was asked.
+        tested: indices of the test images that this rank tests; ranks that have any make equal marks.
+        choice: the result of ``nb.choose_redundancy``, where it was called.
     """
 
     def __init__(self, row: Row, problem: Problem, card: str) -> None:
@@ -84,19 +84,19 @@ class Method(ABC):
 
     @abstractmethod
     def stretch(self, first: int, steps: int) -> list[Mark]:
-        """Train from step ``first`` on; collective."""
+        """Train ``steps`` steps, beginning with step ``first``, and return the marks. Collective."""
 
     @abstractmethod
     def timed(self, steps: int) -> list[tuple[float, int]]:
-        """Seconds and sent bytes of so many steps, each by itself, after some that are not timed; collective."""
+        """Return seconds and sent bytes of each of ``steps`` steps, after one that is not timed. Collective."""
 
     def close(self) -> None:
-        """Give back what the method holds."""
+        """Release the method's resources."""
         self._end()
 
 
 class Synchronous(Method):
-    """All ranks take the same steps: SSGD, coded or not, and an all-reduce."""
+    """Methods in which all ranks take the same steps: SSGD, coded or not, and an all-reduce."""
 
     def __init__(self, row: Row, problem: Problem, card: str) -> None:
         super().__init__(row, problem, card)
@@ -134,12 +134,12 @@ class Synchronous(Method):
             began = time.perf_counter()
             self.step(step)
             seconds.append(time.perf_counter() - began)
-            dist.barrier()  # until then this rank may repeat what another lacks
+            dist.barrier()  # until then this rank may resend packets that another rank lacks
             sent.append(transmitted(self.card))
         return [(took, later - before) for took, (before, later) in zip(seconds, pairwise(sent), strict=True)]
 
     def step(self, step: int) -> None:
-        """One mini-batch."""
+        """Train on one mini-batch."""
         self.flat.gradient.zero_()
         self._compute(self.problem.samples(step))
         self.flat.descend(self.row.lr)
@@ -171,7 +171,7 @@ class Synchronous(Method):
 
 
 class Asynchronous(Method):
-    """ASGD: rank 0 is the server, and a step is an update by each worker, on average."""
+    """ASGD. Rank 0 is the server; a step is as many updates as there are workers."""
 
     def __init__(self, row: Row, problem: Problem, card: str) -> None:
         super().__init__(row, problem, card)
@@ -185,7 +185,7 @@ class Asynchronous(Method):
         if dist.get_rank():
             self._computed += work(self.flat, 0, self._compute)
             return marks
-        # Everything that workers send or get passes the server's card.
+        # Everything that workers send or receive passes the server's network card.
         began, passed = time.perf_counter(), transmitted(self.card) + received(self.card)
         every = self.row.every * self.row.nodes
 
@@ -200,7 +200,7 @@ class Asynchronous(Method):
         return marks
 
     def timed(self, steps: int) -> list[tuple[float, int]]:
-        # The first round waits for parameters on the way to all workers, and in the last nobody is sent any more.
+        # Leave out the first round, which waits for the initial parameters, and the last, after which none are sent.
         marks = self.stretch(0, 1 + steps + 1)[: 1 + steps]
         rounds = [(later.seconds - one.seconds, later.nbytes - one.nbytes) for one, later in pairwise(marks)]
         return rounds or [(0.0, 0)] * steps
@@ -224,10 +224,10 @@ def _share(samples: Tensor) -> Tensor:
 
 
 def train(row: Row, problem: Problem, card: str, tell: Callable[..., None]) -> dict[str, Any]:
-    """Train until the target, or until there is no time; the same on all ranks.
+    """Train until the target or a limit is reached; the result is the same on all ranks.
 
-    What returns has ``curve``: [steps, seconds, bytes, accuracy in percent] of every test; ``reached``: the first of
-    these with the target, or None; ``step_s``, the mean; ``choice``, if the tool chose.
+    The result has ``curve``: [steps, seconds, bytes, accuracy in percent] of every test; ``reached``: the first of
+    these at the target, or None; ``step_s``: mean seconds of a step; ``choice``, if the tool chose r.
     """
     method = _method(row, problem, card)
     tester = problem.make()
@@ -262,7 +262,7 @@ def train(row: Row, problem: Problem, card: str, tell: Callable[..., None]) -> d
 
 
 def choose(row: Row, problem: Problem, model: nn.Module, transport: str) -> nb.coded.Choice:
-    """What the tool says of a model on this link."""
+    """Choose the redundancy for a model on this link by ``nb.choose_redundancy``."""
     samples = _share(problem.samples(0))
     return nb.choose_redundancy(
         model,
@@ -274,15 +274,15 @@ def choose(row: Row, problem: Problem, model: nn.Module, transport: str) -> nb.c
 
 
 def choices(row: Row, problem: Problem) -> dict[str, Any]:
-    """What the tool measures and says: ``choices``, by transport."""
+    """Return what the tool measures and chooses: ``choices``, by transport."""
     torch.manual_seed(row.seed)
     model = problem.make()
     return {"choices": {way: asdict(choose(row, problem, model, way)) for way in ("multicast", "broadcast")}}
 
 
 def batch(row: Row, problem: Problem, card: str) -> dict[str, Any]:
-    """Steps, timed: ``round_step_s``, each as long as on the slowest rank, ``step_s``, their median, ``sent_bytes``, of
-    all ranks in a step, and ``choice``, if the tool chose.
+    """Time steps: ``round_step_s``, each step's seconds on the slowest rank; ``step_s``, their median; ``sent_bytes``,
+    of all ranks in a step; and ``choice``, if the tool chose r.
     """
     method = _method(row, problem, card)
     rounds = method.timed(row.steps)
@@ -300,9 +300,10 @@ def batch(row: Row, problem: Problem, card: str) -> dict[str, Any]:
 
 
 def counted(row: Row, card: str) -> dict[str, Any]:
-    """Exchanges of one vector, counted: per step and over all ranks ``link_bytes``, by the cards' counters,
-    ``stated_bytes`` (:func:`stated_bytes`), ``normal_bytes``, those of ranks that send each block's gradient to
-    everybody (equation 30), and ``repair_datagrams``.
+    """Count the bytes of exchanging one vector, per step and over all ranks.
+
+    The result has ``link_bytes``, by the network cards' counters; ``stated_bytes`` (:func:`stated_bytes`);
+    ``normal_bytes``, for ranks that send each block's gradient to everybody (equation 30); and ``repair_datagrams``.
     """
     torch.manual_seed(row.seed)
     coded = nb.CodedDataParallel(
@@ -334,15 +335,15 @@ def counted(row: Row, card: str) -> dict[str, Any]:
 
 
 def equation_19(nodes: int, redundancy: int) -> float:
-    """What coding leaves of the traffic of nodes that send each block's gradient to everybody: (n−r)/((n−1)·r)."""
+    """Return coded traffic over the traffic of nodes that send each block's gradient to everybody: (n−r)/((n−1)·r)."""
     return (nodes - redundancy) / ((nodes - 1) * redundancy)
 
 
 def stated_bytes(nodes: int, redundancy: int, numel: int = _COUNTED) -> int:
-    """What all nodes send in a step, by equation 19 and by what the library's documentation says of headers.
+    """Return the bytes that all nodes send in a step, by equation 19 and the headers that the library documents.
 
-    Each node has a header in front of its packets (:mod:`narrowband.coded.average`), and every datagram those of
-    multicast, UDP, IP and Ethernet.
+    Each node puts a header in front of its packets (:mod:`narrowband.coded.average`), and every datagram has the
+    headers of multicast, UDP, IP and Ethernet.
     """
     normal = 4 * numel * (nodes - 1) * math.comb(nodes, redundancy)
     packets = round(equation_19(nodes, redundancy) * normal / nodes)

@@ -1,12 +1,11 @@
-"""Training of :mod:`reproduce.cssgd` in one process: how many steps it takes, and which of its weights are best.
+"""Training of :mod:`reproduce.cssgd` in one process: how many steps it takes, and which weights are best.
 
-What a step computes does not depend on the link. So how many steps training takes can be found here, for many numbers
-of nodes and seeds, while :mod:`reproduce.cssgd_ranks` finds out how long a step takes. Rows that both have show that
-they agree.
+What a step computes does not depend on the link. So this module counts the steps, for many numbers of nodes and seeds,
+and :mod:`reproduce.cssgd_ranks` measures how long a step takes. Rows that both modules train show that they agree.
 
-* Synchronous methods, coded or not, all take the step of one process that computes the whole mini-batch.
-* With ASGD every worker sends one gradient while each of the others does, since a worker waits for its own gradient's
-  answer. So here workers take turns: each computes the gradient of its share with the parameters that it got after its
+* Synchronous methods, coded or not, all take the same step as one process that computes the whole mini-batch.
+* With ASGD, a worker waits for the answer to its gradient, so every worker sends one gradient while each of the others
+  sends one. Here workers take turns: each computes the gradient of its share with the parameters that it got after its
   last turn, n − 1 updates ago.
 """
 
@@ -30,7 +29,7 @@ class _Method(ABC):
     """A way to train in one process.
 
     Attributes:
-        weights: flat, as they are by now.
+        weights: the current flat parameters.
     """
 
     weights: Tensor
@@ -43,10 +42,10 @@ class _Method(ABC):
 
     @abstractmethod
     def step(self, step: int) -> None:
-        """One mini-batch."""
+        """Train on one mini-batch."""
 
     def compute(self, samples: Tensor) -> None:
-        """Leave the gradient of the mean loss of these samples in ``flat``."""
+        """Compute the gradient of the mean loss of these samples, and leave it in ``flat``."""
         self.flat.gradient.zero_()
         self.problem.backward(self.model, samples)
 
@@ -62,7 +61,7 @@ class _Synchronous(_Method):
 
 
 class _InTurn(_Method):
-    """ASGD: the server's weights, and those that each worker got last."""
+    """ASGD with workers that take turns; keeps the server's weights, and those that each worker got last."""
 
     def __init__(self, row: Row, problem: Problem) -> None:
         super().__init__(row, problem)
@@ -78,26 +77,28 @@ class _InTurn(_Method):
 
 
 class _Tester:
-    """A model that gets weights to be tested."""
+    """A second model, to test weights without touching the one in training."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._model = problem, problem.make()
         self._flat = Flat(self._model)
 
     def accuracy(self, weights: Tensor) -> float:
-        """In percent of test images."""
+        """Return the accuracy of weights, in percent of the test images."""
         self._flat.weights.copy_(weights)
         return 100.0 * self._problem.right(self._model, self._problem.tested) / self._problem.tested.numel()
 
     def loss(self, weights: Tensor, samples: Tensor) -> float:
-        """Of training images."""
+        """Return the mean loss of these training images."""
         self._flat.weights.copy_(weights)
         return self._problem.loss(self._model, samples)
 
 
 def steps_to_target(row: Row, problem: Problem, tell: Callable[..., None]) -> dict[str, Any]:
-    """Train until the target: ``curve``, [steps, accuracy in percent] of every test, and ``reached``, the first number
-    of steps with the target, or None where ``row.steps`` are not enough.
+    """Train until the target.
+
+    The result has ``curve``: [steps, accuracy in percent] of every test; and ``reached``: the first number of steps
+    at the target, or None where ``row.steps`` are not enough.
     """
     method = (_InTurn if row.method == "asgd" else _Synchronous)(row, problem)
     tester = _Tester(problem)
@@ -116,9 +117,9 @@ def steps_to_target(row: Row, problem: Problem, tell: Callable[..., None]) -> di
 def best(row: Row, problem: Problem, tell: Callable[..., None]) -> dict[str, Any]:
     """Train for ``row.steps`` steps and keep the weights with the least loss so far: line 8 of the paper's algorithm 1.
 
-    The loss F is that of ``problem.judged``, every ``row.every`` steps. What returns has ``curve``: [steps, F, accuracy
-    of the weights, accuracy of the kept ones]; ``step_s``: seconds of a step; ``whole_s``: seconds of F over all
-    training images, which is what line 8 says.
+    The loss F is measured on ``problem.judged``, every ``row.every`` steps. The result has ``curve``: [steps, F,
+    accuracy of the weights, accuracy of the kept weights]; ``step_s``: seconds of a step; ``whole_s``: seconds of
+    computing F over all training images, as line 8 asks.
     """
     method, tester = _Synchronous(row, problem), _Tester(problem)
     least, kept_accuracy = float("inf"), 0.0

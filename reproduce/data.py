@@ -1,7 +1,7 @@
-"""Real data sets, as tensors.
+"""Load the experiments' data sets as tensors.
 
-A set's files come from ``--data-dir``, else from the folder that ``NARROWBAND_DATA`` names, else they are downloaded
-once into the cache folder:
+The files of a set come from ``--data-dir``, else from the folder that ``NARROWBAND_DATA`` names; otherwise they are
+downloaded once into the cache folder:
 
 =================  ==================================================  ================================================
 set                files in the folder                                 format
@@ -12,12 +12,12 @@ tiny shakespeare   ``tinyshakespeare/input.txt``                       plain tex
 WikiText-2         ``wikitext2/{validation,test}.parquet``             column ``text``, one line a row
 =================  ==================================================  ================================================
 
-Downloads are what the papers read: CIFAR-10 as PNG, and WikiText-2 in its version raw-v1. A folder may hold others,
-such as images that were encoded again as JPEG, or version v1, in which rare words are ``<unk>``: :func:`about` says
-what is there, and pages repeat it. Rows of other data are other rows.
+Downloads are the versions that the papers read: CIFAR-10 as PNG, and WikiText-2 raw-v1. A folder may hold other
+versions, such as images encoded again as JPEG, or WikiText-2 v1, in which rare words are ``<unk>``. :func:`about` says
+which version is there, and pages repeat it. A row that is trained on other data is another row.
 
-Decoding 60,000 images takes a while, so decoded arrays are kept in the cache folder (``$XDG_CACHE_HOME/narrowband``)
-under names that hold their file's size and time, and are mapped into memory: all ranks share one copy.
+Decoding 60,000 images takes a while. So decoded arrays are kept in the cache folder (``$XDG_CACHE_HOME/narrowband``),
+under names that contain the size and time of their file. They are mapped into memory, so all ranks share one copy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
 ENVIRONMENT = "NARROWBAND_DATA"
 
 _HUB = "https://huggingface.co/datasets"
-#: Where the public sets are, by their file's name in the data folder.
+#: Name of a file in the data folder → URL of the public set.
 URLS = {
     "cifar10/train.parquet": f"{_HUB}/uoft-cs/cifar10/resolve/main/plain_text/train-00000-of-00001.parquet",
     "cifar10/test.parquet": f"{_HUB}/uoft-cs/cifar10/resolve/main/plain_text/test-00000-of-00001.parquet",
@@ -77,13 +77,13 @@ URLS = {
 }
 _TIMEOUT_S = 60.0
 
-#: How a JPEG file begins.
+#: The first bytes of a JPEG file.
 _JPEG = b"\xff\xd8\xff"
 
-#: Folder → what the set of images is called, and the column that holds them.
+#: Folder → name of the set of images, and the column that holds them.
 _PICTURES = {"cifar10": ("CIFAR-10", "img"), "mnist": ("MNIST", "image")}
 
-#: Share of tiny shakespeare that is trained on; the rest, its end, is for validation.
+#: Share of tiny shakespeare that is trained on; the rest, at its end, is held out.
 _TRAINED_ON = 0.9
 
 
@@ -112,25 +112,25 @@ class Text:
 
 
 def cifar10(directory: Path | None = None) -> Images:
-    """CIFAR-10 (Krizhevsky 2009): 50,000 and 10,000 images of ten classes.
+    """CIFAR-10 (Krizhevsky 2009): 50,000 training and 10,000 test images of ten classes.
 
     Args:
         directory: the data folder; None: as the module says.
 
     Raises:
-        FileNotFoundError: the files are not to be had; says how they could be.
+        FileNotFoundError: the files are not available; the message says how to get them.
     """
     return _images("cifar10", directory, functools.partial(_decoded, column="img", mode="RGB", side=32))
 
 
 def mnist(directory: Path | None = None) -> Images:
-    """MNIST (LeCun, Cortes, Burges 1998): 60,000 and 10,000 grey images of digits, 28 pixels wide.
+    """MNIST (LeCun, Cortes, Burges 1998): 60,000 training and 10,000 test images of digits, grey, 28 pixels wide.
 
     Args:
         directory: the data folder; None: as the module says.
 
     Raises:
-        FileNotFoundError: the files are not to be had; says how they could be.
+        FileNotFoundError: the files are not available; the message says how to get them.
     """
     return _images("mnist", directory, functools.partial(_decoded, column="image", mode="L", side=28))
 
@@ -140,11 +140,11 @@ def tiny_shakespeare(directory: Path | None = None, *, as_bytes: bool = False) -
 
     Args:
         directory: the data folder; None: as the module says.
-        as_bytes: ids are the bytes themselves, as those of :func:`wikitext2`; otherwise the characters' places among
-            those that occur, sorted.
+        as_bytes: token ids are the bytes themselves, as in :func:`wikitext2`. Otherwise they are the characters'
+            indices in the sorted list of characters that occur.
 
     Raises:
-        FileNotFoundError: the file is not to be had; says how it could be.
+        FileNotFoundError: the file is not available; the message says how to get it.
     """
     file = locate("tinyshakespeare/input.txt", directory)
     read = np.frombuffer(file.read_bytes(), dtype=np.uint8)
@@ -155,13 +155,13 @@ def tiny_shakespeare(directory: Path | None = None, *, as_bytes: bool = False) -
 
 
 def wikitext2(directory: Path | None = None) -> Text:
-    """WikiText-2 (Merity et al. 2016) as bytes, trained on its validation split and evaluated on its test split.
+    """WikiText-2 (Merity et al. 2016) as bytes: its validation split for training, its test split for evaluation.
 
-    Its train split is not used: the two others are large enough for small models, and small enough to come with a
-    repository's data. Losses therefore do not compare with published ones.
+    The train split is not used: the two others are large enough for small models, and small enough to come with a
+    repository's data. Losses are therefore not comparable with published ones.
 
     Raises:
-        FileNotFoundError: the files are not to be had; says how they could be.
+        FileNotFoundError: the files are not available; the message says how to get them.
     """
     files = [locate(f"wikitext2/{split}.parquet", directory) for split in ("validation", "test")]
     train, heldout = (torch.frombuffer(bytearray(_lines(file)), dtype=torch.uint8) for file in files)
@@ -169,10 +169,10 @@ def wikitext2(directory: Path | None = None) -> Text:
 
 
 def about(files: Sequence[str], directory: Path | None = None) -> str:
-    """What files hold, in words, by what is in the first of each set: for the pages of results.
+    """Describe data sets in words, for the pages of results, by the content of the first file of each set.
 
     Args:
-        files: of one set or several, by their names in the data folder.
+        files: names in the data folder, of one set or several.
         directory: the data folder; None: as the module says.
 
     Example:
@@ -211,10 +211,12 @@ def _images(name: str, directory: Path | None, decoded: Callable[[Path], np.ndar
 
 
 def locate(name: str, directory: Path | None = None) -> Path:
-    """The file ``name`` of the data folder, such as ``cifar10/train.parquet``; downloaded if there is no folder.
+    """Return the path of the file ``name`` of the data folder, such as ``cifar10/train.parquet``.
+
+    Without a data folder, the file is downloaded.
 
     Raises:
-        FileNotFoundError: it is not there, and how it could be.
+        FileNotFoundError: the file is not available; the message says how to get it.
     """
     ways = (
         f"pass --data-dir FOLDER with {name} in it, or set {ENVIRONMENT}=FOLDER, or connect to a network from which "
@@ -230,25 +232,25 @@ def locate(name: str, directory: Path | None = None) -> Path:
                 content = answer.read()
         except (urllib.error.URLError, OSError) as error:
             raise FileNotFoundError(f"{name} is not here and could not be downloaded ({error}); {ways}") from error
-        with whole(file) as out:  # several processes may want it at once
+        with whole(file) as out:  # several processes may download it at once
             out.write(content)
     return file
 
 
 def places(directory: Path | None = None) -> list[Path]:
-    """Where the files of all sets are looked for, be they there or not."""
+    """Return the paths at which the files of all sets are looked for, whether they exist or not."""
     folder = _folder(directory) or cache_folder() / "data"
     return [folder / name for name in URLS]
 
 
 def _folder(directory: Path | None) -> Path | None:
-    """The folder that was named, if any was."""
+    """Return the data folder that was given by argument or environment, if any."""
     named = os.environ.get(ENVIRONMENT, "")
     return Path(named) if directory is None and named else directory
 
 
 def cache_folder() -> Path:
-    """Where downloads and decoded arrays are kept: ``$XDG_CACHE_HOME/narrowband``."""
+    """Return the folder that keeps downloads and decoded arrays: ``$XDG_CACHE_HOME/narrowband``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowband"
 
 
@@ -275,7 +277,7 @@ def _digest(files: list[Path]) -> str:
 
 
 def _table(file: Path, name: str) -> pq.ParquetFile:
-    """A parquet file that has a column of that name."""
+    """Open a parquet file, and check that it has a column ``name``."""
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
@@ -298,7 +300,7 @@ def _column(file: Path, name: str) -> list[Any]:
 
 
 def _first(file: Path, name: str) -> Any:
-    """A column's first value."""
+    """Return a column's first value."""
     return next(_table(file, name).iter_batches(1, columns=[name]))[name][0].as_py()
 
 
