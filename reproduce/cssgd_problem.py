@@ -105,7 +105,7 @@ class Row:
         batch: samples of a mini-batch, over all nodes.
         method: one of ``METHODS``.
         redundancy: r; used by the method ``coded`` and by the kinds ``batch`` and ``bytes``.
-        group: size of a group of nodes that code together, used by the same; 0: all nodes.
+        group: number of nodes that share blocks, used by the same; 0: all nodes.
         lr: learning rate of plain SGD.
         target: test accuracy, in percent, that ends training.
         every: steps between two tests.

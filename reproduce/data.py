@@ -255,14 +255,14 @@ def cache_folder() -> Path:
 
 
 def _kept(file: Path, name: str, make: Callable[[Path], np.ndarray[Any, Any]]) -> Tensor:
-    """``make(file)``, from the cache folder if it was made from this very file before; mapped into memory."""
+    """Return ``make(file)``, mapped into memory; from the cache folder if it was made from this file before."""
     stat = file.stat()
     kept = cache_folder() / "arrays" / f"{name}-{stat.st_size}-{stat.st_mtime_ns}.npy"
     if not kept.exists():
         array = make(file)
         with whole(kept) as out:
             np.save(out, array)
-    # Copy on write, because torch warns of memory that it could not write to.
+    # Copy on write, because torch warns about memory that is not writable.
     return torch.from_numpy(np.load(kept, mmap_mode="c"))
 
 

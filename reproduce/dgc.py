@@ -1,29 +1,30 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally 2018, arXiv 1712.01887), on CIFAR-10 and on characters.
 
-The paper sends one element in a thousand, 270 to 600 times fewer bytes, and loses no accuracy, where plain
-sparsification, which only adds up what it leaves out, loses more than a point on CIFAR-10 (its figure 3a). Rows add the
-parts of the method one by one, as published, with accumulated gradients:
+The paper sends one element in a thousand, 270 to 600 times fewer bytes, and loses no accuracy. Plain sparsification,
+which only accumulates what it does not send, loses more than a point on CIFAR-10 (the paper's figure 3a). Rows add the
+parts of the method one by one, as published, and accumulate gradients:
 
-* *plain*: what is not sent is added up and sent later, momentum comes after averaging, as an optimizer applies it; the
-  warm-up is that of the other rows;
-* *correction*: each rank has momentum of its own, before what is not sent is added up;
-* *dgc*: the full method: correction, and masking, which stops the momentum of elements that were just sent. Without
-  its warm-up it is *dgc, no warm-up*. On characters it has Nesterov's momentum and clips on each rank, as in the paper.
+* *plain*: elements that are not sent are accumulated and sent later; the optimizer applies momentum after averaging;
+  the warm-up is that of the other rows;
+* *correction*: each rank applies momentum before elements that are not sent are accumulated;
+* *dgc*: the full method: correction, and masking, which stops the momentum of elements that were just sent. The row
+  *dgc, no warm-up* leaves its warm-up out. On characters the method has Nesterov's momentum and clips on each rank, as
+  in the paper.
 
-Norms and biases travel uncompressed there, as in the authors' code. What this library recommends goes beyond the paper
-in two things, one row each:
+In these rows, norms and biases are sent uncompressed, as in the authors' code. This library recommends two things
+beyond the paper; each adds a row:
 
-* *dgc, steps*: what waits are steps, gradients times the learning rate (``accumulate=steps``). Where gradients wait,
-  they are applied at the rate of the step that sends them, and a rate that falls leaves little of what waited;
-* *dgc, steps, small 5%*: norms, biases and the smallest layers also travel compressed, as one vector, of which five
-  percent are sent. In networks this small they would be most of what is sent.
+* *dgc, steps*: accumulate steps, gradients times the learning rate (``accumulate=steps``). Accumulated gradients are
+  applied at the learning rate of the step that sends them, so where the rate falls, little remains of them;
+* *dgc, steps, small 5%*: also compress norms, biases and the smallest layers, as one vector, of which five percent are
+  sent. In networks this small they would otherwise be most of the bytes sent.
 
 Run ``python -m reproduce.dgc`` (three hours and a quarter on two cores that had other work, too), ``--long`` (with
 characters, and *dgc, no warm-up*: hours more), ``--quick`` (seconds), ``--help``.
 
 Differences from the paper: smaller networks (ResNet-8 for ResNet-110, an LSTM over characters for one over words), and
 10 epochs for 164 (12 for 40), of which one is warm-up (the paper: 4, and 1). An element waits for about a thousand
-steps, a quarter of such a run, so what has waited costs more than it would in a long one.
+steps, a quarter of such a run, so the delay costs more than it would in a long run.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ _LSTM_DGC = replace(
     warmup_epochs=1,
 )
 
-#: Accuracy that counts as kept, in points; what the paper calls a loss; perplexity that counts as kept; and the least
-#: of the paper's ratios of bytes.
+#: Thresholds of claims: the most points of accuracy lost that count as kept; the points that plain sparsification loses
+#: in the paper; the share of perplexity that counts as kept; and the least of the paper's ratios of bytes.
 _POINTS_KEPT = 0.5
 _POINTS_LOST = 1.0
 _PERPLEXITY_KEPT = 0.01
@@ -196,7 +197,7 @@ def _panels(found: Sequence[Group]) -> list[Panel]:
 
 
 def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
-    """Per task: the score after each epoch, and training's loss, as means over seeds (figures 3a and 3b; 4)."""
+    """Draw, per task, the score after each epoch and the training loss, as means over seeds (figures 3a and 3b; 4)."""
     from matplotlib.figure import Figure
 
     drawn = []
@@ -226,13 +227,13 @@ def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """NaN, which is not drawn, where a seed has diverged."""
+    """Return the mean, or NaN (which is not drawn) where a seed has diverged."""
     there = [value for value in values if value is not None]
     return statistics.mean(there) if len(there) == len(values) else math.nan
 
 
 def _ran(found: Sequence[Group]) -> str:
-    """What was run, by the rows that are there."""
+    """Say what was run, by the recorded rows."""
     seeds = {task: sorted({seed for group in found if group.task == task for seed in group.seeds}) for task in _MODELS}
     models = " and ".join(f"{_MODELS[task]} ({seeded(own)})" for task, own in seeds.items() if own)
     return (
@@ -241,12 +242,12 @@ def _ran(found: Sequence[Group]) -> str:
     )
 
 
-#: Task → what learns what.
+#: Task → its model and data, in words.
 _MODELS = {"cifar": "a ResNet-8 on CIFAR-10", "lstm": "an LSTM over characters of tiny shakespeare"}
 
 
 def _covers(found: Sequence[Group]) -> list[tuple[str, str]]:
-    """The paper's tables and figures, by the rows that are there."""
+    """List the paper's tables and figures, and how the recorded rows cover them."""
     characters = (
         "here, with an LSTM over characters of tiny shakespeare"
         if named(found, "lstm", _DGC)

@@ -1,6 +1,7 @@
-"""Write what ``narrowband plan`` knows of losses, from the records in the repository: ``python -m reproduce.facts``.
+"""Write the facts about losses that ``narrowband plan`` uses, from the repository's records.
 
-Nothing is trained: each line is of a record in ``reproduce/results``, and names the command that made it.
+Run ``python -m reproduce.facts``. Nothing is trained: each fact comes from a record in ``reproduce/results``, and names
+the command that made the record.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["TARGET", "Options", "main", "table"]
 
 TARGET = Path(__file__).parent.parent / "src" / "narrowband" / "planning" / "facts.json"
 
-#: Rows of ``reproduce.local`` that average updates, and that are worth knowing; what is not recorded is left out.
+#: Rows of ``reproduce.local`` that average updates and become facts; rows that are not recorded are left out.
 _UPDATES = (
     SIGN_IN_PLACE,
     TOP,
@@ -46,12 +47,12 @@ _UPDATES = (
     OURS.format(ROUNDS[0]),
 )
 
-#: Texts, as sentences call them.
+#: Task → name of its text in sentences.
 _TEXTS = {TASK: "tiny shakespeare", OTHER_TASK: "WikiText-2"}
 
 
 def table() -> list[dict[str, Any]]:
-    """All facts, as :class:`narrowband.planning.facts.Fact` has them."""
+    """Return all facts, with the fields of :class:`narrowband.planning.facts.Fact`."""
     return [*_optimizers(), *_local()]
 
 
@@ -74,7 +75,10 @@ def _optimizers() -> list[dict[str, Any]]:
 
 
 def _local() -> Iterator[dict[str, Any]]:
-    """Perplexities; a loss is their logarithm. What diverged is no fact to choose by, and is left out."""
+    """Yield facts of ``reproduce.local``. Its scores are perplexities, whose logarithm is the loss.
+
+    Rows that diverged are left out: they are no facts to choose by.
+    """
     record = json.loads((RESULTS / "local" / "summary.json").read_text())
     found = groups(record["rows"])
     rows = {(recipe.row.task, recipe.row.name): recipe.row for recipe in RECIPES}

@@ -1,36 +1,40 @@
-"""How far activations that backward keeps in few bits take the gradients of parameters from the exact ones.
+"""Measure how far gradients computed from activations in few bits are from the exact gradients.
 
-Two models are trained for a short while as ever, and then stand still: the vision transformer of
+Two models are trained for a short while without compression, and then stay fixed: the vision transformer of
 :mod:`reproduce.mesa`, on CIFAR-10, and the GPT of :mod:`reproduce.lgreco`, on WikiText-2. Ranges are estimated over
-some batches, and of the next ones each gradient is computed exactly, and again with activations in 8, 4 and 2 bits,
-with a range per head or group of channels and with one per layer, rounded at random and to the nearest. Two more
-kinds of ranges have rows, rounded at random: one per channel (but for attention's operands, which have heads), and one
-per 256 neighbours, as graphs of ``torch.compile`` have. The first tables showed that 4 and 2 bits lose
-most in front of layer norms: so there are rows in which these have 8, and so they do wherever a policy does not name
-them. As in the paper, results that could be computed again are kept, too (``derive=False``). Two rows are under
-bfloat16 autocast, the second with 8 bits: their errors are against the exact gradient in float32, so the first one's is
-that of the arithmetic alone.
+some batches. For each of the following batches, the gradient is computed exactly, and again with these activations:
 
-With g the exact gradient of a batch and ĝ another one, all as shares of √E‖g‖², over batches:
+* in 8, 4 and 2 bits, with a range per head or group of channels and with one per layer, rounded at random and to the
+  nearest;
+* with two more kinds of ranges, rounded at random: one per channel (but for attention's operands, which have heads),
+  and one per 256 neighbours, as graphs of ``torch.compile`` have;
+* with layer norms in 8 bits and the rest in 4 or 2, because the first tables showed that 4 and 2 bits lose most in
+  front of layer norms. A policy that does not name layer norms gives them 8 bits, too;
+* under bfloat16 autocast, without compression and with 8 bits. These errors are measured against the exact gradient in
+  float32, so the first one is the error of the arithmetic alone.
+
+As in the paper, results that could be recomputed are kept, too (``derive=False``).
+
+With g the exact gradient of a batch and ĝ the one to compare, these figures are shares of √E‖g‖², over batches:
 
 * the *error*, √E‖ĝ − g‖², of a single step;
-* the *bias*, √E‖E[ĝ − g]‖², with the inner mean over roundings: what would be left of the error of a batch if it were
-  rounded ever again. Rounding to the nearest comes out the same every time: all of its error is bias;
-* what is left *over batches*, ‖E[ĝ − g]‖, with the mean over batches and roundings: what training does not average out.
+* the *bias*, √E‖E[ĝ − g]‖², with the inner mean over roundings: what would remain of a batch's error if rounding were
+  repeated forever and averaged. Rounding to the nearest gives the same result every time: all of its error is bias;
+* what remains *over batches*, ‖E[ĝ − g]‖, with the mean over batches and roundings: what training does not average out.
 
-Both of the latter are squares of means of which only few samples are there, m of them. The squared norm of *their* mean
-would count the noise in it; the mean inner product of two different ones does not, and is what stands here. Where few
-elements carry most of an error it is uncertain all the same, and a small bias is hardly told from none.
+The last two are squared norms of means, estimated from only m samples. The squared norm of the sample mean would
+include the mean's noise. The mean inner product of two different samples does not, so it is used here. It is still
+uncertain where few elements carry most of an error, and it hardly tells a small bias from none.
 
-The yardstick is another batch: √E‖g − g′‖² for two batches. Half of its square is the noise σ² that there is in a
-gradient anyway; an error adds to it as a smaller batch would, in the inverse of its size.
+The yardstick is another batch: √E‖g − g′‖² for two batches. Half of its square is the noise variance σ² that every
+gradient has. An error adds to the variance as a smaller batch would: the variance is inverse to the batch size.
 
-Where two rows are compared, it is batch by batch: every row has the same batches. The margin is half of the 95 %
-interval of the mean difference (Student's t over batches, :mod:`reproduce.pairs`), of the squares that the figures are
-roots of. What is a mean over batches has a value per batch; what is left over batches has none, and its jackknife
-pseudo-values stand in (Tukey 1958, "Bias and confidence in not-quite large samples", Annals of Mathematical Statistics
-29, 614): m·θ − (m − 1)·θ₋ᵢ, with θ of all m batches and θ₋ᵢ of all but the i-th. Within the margin a claim is not
-resolved.
+Two rows are compared batch by batch, since every row has the same batches. The comparison is of squares, whose roots
+the figures are. The margin is half of the 95 % interval of the mean difference (Student's t over batches,
+:mod:`reproduce.pairs`). Error and bias are means over batches, and so have a value per batch. What remains over batches
+has none; its jackknife pseudo-values are used instead (Tukey 1958, "Bias and confidence in not-quite large samples",
+Annals of Mathematical Statistics 29, 614): m·θ − (m − 1)·θ₋ᵢ, with θ of all m batches and θ₋ᵢ of all but the i-th. A
+claim about a difference within the margin is not resolved.
 
 Source: the method is that of Pan et al. 2021, Mesa (arXiv 2111.11124), section 3.2. The paper does not have these
 figures.
@@ -79,17 +83,17 @@ __all__ = ["Fidelity", "Options", "Setting", "claims", "deviation", "main", "mea
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, and the short while of its training.
+    """A model, and how it is trained before its gradients are compared.
 
     Attributes:
-        task: whose model and data.
-        title: of its tables.
+        task: gives the model and the data.
+        title: title of the tables.
         batch: samples in a gradient.
-        lr: of AdamW, after a few steps of warm-up.
-        weight_decay: the same optimizer's.
-        steps: of training.
-        settling: batches after it, over which ranges are estimated; 0.9^30 is 4%.
-        limit: use no more samples than this; None: all.
+        lr: AdamW's learning rate after the warm-up.
+        weight_decay: AdamW's weight decay.
+        steps: steps of training.
+        settling: batches after training over which ranges are estimated; 0.9^30 is 4%.
+        limit: use at most this many samples; None: all.
     """
 
     task: str
@@ -107,20 +111,20 @@ _SETTINGS = (
     Setting("gpt", "WikiText-2 as bytes, GPT", batch=8, lr=1e-3, weight_decay=0.01),
 )
 
-#: A run of ``--quick``: enough to see that everything works.
+#: Size of a ``--quick`` run: enough to see that everything works.
 _QUICK_BATCH, _QUICK_STEPS, _QUICK_SETTLING, _QUICK_TIMES = 4, 4, 2, 2
 
-#: AdamW's, and the share of training's steps over which the learning rate rises.
+#: AdamW's betas, and the share of training's steps over which the learning rate rises.
 _BETAS = (0.9, 0.999)
 _WARM_UP = 0.05
 
 _BITS: tuple[Literal[8, 4, 2], ...] = (8, 4, 2)
 _ROUNDINGS: tuple[Literal["stochastic", "nearest"], ...] = ("stochastic", "nearest")
-#: Bits of everything else where layer norms have 8, per head, stochastic.
+#: Bits of everything else in rows where layer norms have 8; ranges per head, stochastic rounding.
 _WITH_NORMS: tuple[Literal[4, 2], ...] = (4, 2)
 _NORM = "layer_norm"
 
-#: What has a range of its own → fields of a policy. As in the paper, results are kept, too.
+#: What has a range of its own → fields of the policy.
 _PER: dict[str, dict[str, Any]] = {
     "head": {},
     "layer": {"granularity": "layer"},
@@ -128,14 +132,14 @@ _PER: dict[str, dict[str, Any]] = {
     "256": {"granularity": 256},
 }
 _ALL_BITS = ("head", "layer")
-#: Bits of the others. A code of one channel alone takes a whole byte.
+#: Bits that the other kinds of ranges are measured with. With a range per channel, a code takes a whole byte.
 _SOME_BITS: dict[str, tuple[Literal[8, 4], ...]] = {"channel": (8,), "256": (8, 4)}
 _MIXED = "bf16"
 
 _BETWEEN = "another batch"
 
-#: Noise that 8 and 4 bits may add to what there is between batches, as a share of its variance: as if a batch had a
-#: hundredth less samples, which nobody would notice, and as if it had half of them, which people do on purpose.
+#: Bits → noise that they may add, as a share of the variance between batches. 0.01 is as if a batch had a hundredth
+#: fewer samples, which nobody would notice. 1.0 is as if it had half as many, which people choose on purpose.
 _ADDED = {8: 0.01, 4: 1.0}
 
 
@@ -170,27 +174,28 @@ class Options:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """What became of gradients with one policy; or, as the yardstick, with another batch.
+    """Errors of gradients with one policy; or, as the yardstick, the difference to another batch's gradient.
 
-    Errors are shares of the gradient's norm, for each place: "all", kinds of layers ("embed", "qkv", …), "block 1" and
-    so on with what is "behind" them, and every parameter. None where the exact gradient is zero.
+    Errors are shares of the gradient's norm, for each place: "all"; kinds of layers ("embed", "qkv", …); "block 1" and
+    so on; "behind", which is all after the blocks; and every parameter. An error is None where the exact gradient is
+    zero.
 
     Attributes:
-        task: whose model.
-        name: of the row.
-        bits: of the policy; None for the yardstick, as are the others of the policy.
-        norms: bits of layer norms, where these have others.
+        task: gives the model.
+        name: name of the row.
+        bits: bits of the policy. This and the policy's other fields are None for the yardstick.
+        norms: bits of layer norms, where they differ from ``bits``.
         granularity: what has a range of its own.
-        rounding: of the policy.
-        plain_bytes: what backward would keep of a batch.
-        kept_bytes: what it keeps.
-        added: variance that the error adds to that between batches, as a share of it.
-        error: of a single gradient.
-        bias: of a batch's mean over roundings.
-        over_batches: of the mean over batches and roundings.
-        amp: whether it is under bfloat16 autocast.
-        per_batch: squares of the last three, of the whole gradient, one per batch: their mean is the square of the
-            figure. Empty for the yardstick.
+        rounding: rounding of the policy.
+        plain_bytes: bytes that backward keeps of a batch without the policy.
+        kept_bytes: bytes that it keeps with the policy.
+        added: variance of the error, as a share of the variance between batches.
+        error: error of a single gradient.
+        bias: error of a batch's mean over roundings.
+        over_batches: error of the mean over batches and roundings.
+        amp: whether forward runs under bfloat16 autocast.
+        per_batch: for each of these three figures, of the whole gradient, a value per batch; the mean of the values is
+            the square of the figure. Empty for the yardstick.
     """
 
     task: str
@@ -213,16 +218,16 @@ class Fidelity:
 
 
 def deviation(exact_BN: Tensor, rough_BRN: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared norms of what rough gradients miss: of a single one, of a batch's mean over roundings, and of the mean
-    over batches, too; of each parameter, float64 (P,) each.
+    """Return the squared norms of the errors of rough gradients, of each parameter, float64 (P,) each: of a single
+    gradient, of a batch's mean over roundings, and of the mean over roundings and batches.
 
-    The latter two are without bias, and may be a little below zero. With one rounding there is nothing to take the mean
-    of, and the second is the first.
+    The last two are unbiased estimates, and may be slightly negative. With one rounding there is no mean to take, and
+    the second equals the first.
 
     Args:
         exact_BN: the exact gradient of each batch.
-        rough_BRN: gradients of the same batches.
-        sizes: elements of each parameter.
+        rough_BRN: rough gradients of the same batches, one per rounding.
+        sizes: number of elements of each parameter.
 
     Example:
         >>> exact = torch.zeros(2, 1)
@@ -237,12 +242,13 @@ def deviation(exact_BN: Tensor, rough_BRN: Tensor, sizes: Sequence[int]) -> tupl
 
 
 def spread(exact_BN: Tensor, rough_BRN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`deviation` says of the whole gradient, batch by batch, float64 (B,) each: its means, and for what is
-    left over batches the jackknife's pseudo-values.
+    """Return what :func:`deviation` measures, of the whole gradient and batch by batch, float64 (B,) each.
+
+    The third figure has no value per batch; the jackknife's pseudo-values take its place.
 
     Args:
         exact_BN: the exact gradient of each batch.
-        rough_BRN: gradients of the same batches.
+        rough_BRN: rough gradients of the same batches, one per rounding.
 
     Example:
         >>> exact = torch.zeros(3, 1)
@@ -261,13 +267,13 @@ def spread(exact_BN: Tensor, rough_BRN: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _between(exact_BN: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """E‖g‖² and E‖g − g′‖² for two different batches, of each parameter."""
+    """Return E‖g‖² and, for two different batches, E‖g − g′‖², of each parameter."""
     norms = _squares(exact_BN, sizes).mean(0)
     return norms, 2 * (norms - _square_of_mean(exact_BN, sizes))
 
 
 def _square_of_mean(x_MN: Tensor, sizes: Sequence[int]) -> Tensor:
-    """‖E x‖² of each parameter, from m samples: the mean inner product of two different ones."""
+    """Estimate ‖E x‖² of each parameter from m samples, as the mean inner product of two different samples."""
     count = len(x_MN)
     own = _squares(x_MN, sizes).sum(0)
     if count == 1:
@@ -276,12 +282,12 @@ def _square_of_mean(x_MN: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _squares(x_MN: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Squared norms, float64 (M, P)."""
+    """Return the squared norm of each parameter in each sample, float64 (M, P)."""
     return torch.stack([part.double().square().sum(1) for part in torch.split(x_MN, list(sizes), 1)], 1)
 
 
 def _shares(squares_P: Tensor, of_P: Tensor, places: dict[str, list[int]]) -> dict[str, float | None]:
-    """Roots of one over the other, for each place."""
+    """Return √(squares / of) for each place, summed over the place's parameters."""
     found: dict[str, float | None] = {}
     for place, own in places.items():
         square, of = (max(0.0, float(each[own].sum())) for each in (squares_P, of_P))
@@ -291,13 +297,13 @@ def _shares(squares_P: Tensor, of_P: Tensor, places: dict[str, list[int]]) -> di
 
 # ---- places ----------------------------------------------------------------------------------------------------------
 
-#: Kinds of layers, as the models call them; "embed" is all before the blocks, and "norm" of three names.
+#: Kinds of layers, by their names in the models. "embed" is all before the blocks; "norm" includes "norm1" and "norm2".
 _KINDS = ("embed", "norm", "qkv", "proj", "up", "down", "head")
 _EMBEDDINGS = ("tokens", "token", "positions", "patches")
 
 
 def _places(names: Sequence[str]) -> dict[str, list[int]]:
-    """Place → which parameters."""
+    """Return place → indices of its parameters."""
     found: dict[str, list[int]] = {"all": list(range(len(names)))}
     for at, name in enumerate(names):
         module = name.removesuffix(".weight").removesuffix(".bias")
@@ -328,18 +334,18 @@ def measure(
     """Train a model for a short while, and compare its gradients.
 
     Args:
-        setting: which, and how.
-        batches: gradients that are compared.
-        roundings: of each, where these are random.
-        seed: of everything.
+        setting: the model, and how it is trained.
+        batches: number of gradients that are compared.
+        roundings: how often each is rounded, where rounding is random.
+        seed: seed of everything.
         data_dir: the data folder, see :mod:`reproduce.data`.
         tell: called after each of :func:`passes` passes, with ``said``: what is being done.
 
     Returns:
-        What was trained, for titles, and the yardstick's row followed by those of policies.
+        A description of the training, for titles; and the rows: first the yardstick, then the policies.
 
     Raises:
-        ValueError: there is less than a batch of data, or a gradient is not finite.
+        ValueError: there is less than a batch of data, or gradients are zero or not finite.
         FileNotFoundError: data is missing.
     """
     torch.manual_seed(seed)
@@ -402,12 +408,12 @@ def measure(
     return trained, rows
 
 
-#: Of every row; as its fields are called.
+#: Fields of :class:`Fidelity` that are figures.
 _FIGURES = ("error", "bias", "over_batches")
 
 
 def passes(setting: Setting, batches: int, roundings: int) -> int:
-    """How many there are in :func:`measure`."""
+    """Return the number of passes that :func:`measure` makes, one per batch of training, settling or comparing."""
     compared = 1 + sum(variant.times(roundings) for variant in _variants())
     return setting.steps + len(_kinds()) * setting.settling + compared * batches
 
@@ -417,11 +423,11 @@ class _Variant:
     """A way to keep activations.
 
     Attributes:
-        name: of its row.
-        policy: for them.
+        name: name of the row.
+        policy: the policy for activations.
         per: what has a range of its own.
-        amp: whether it is under bfloat16 autocast.
-        norms: bits of layer norms, where these have others.
+        amp: whether forward runs under bfloat16 autocast.
+        norms: bits of layer norms, where they differ from the policy's.
     """
 
     name: str
@@ -432,11 +438,11 @@ class _Variant:
 
     @property
     def bits(self) -> int | None:
-        """Of the policy; None where it is off."""
+        """Bits of the policy; None where it is off."""
         return None if self.policy.is_off else cast("int", self.policy.bits)
 
     def times(self, roundings: int) -> int:
-        """How often the gradient of a batch is computed."""
+        """Return how often the gradient of a batch is computed."""
         return roundings if self.bits and self.policy.rounding == "stochastic" else 1
 
 
@@ -456,11 +462,11 @@ def _variants() -> list[_Variant]:
 
 
 def _kinds() -> list[tuple[str, bool]]:
-    """What estimates differ by: what has a range of its own, and the arithmetic."""
+    """Return the pairs (what has a range of its own, autocast) that need ranges estimated separately."""
     return list(dict.fromkeys((v.per, v.amp) for v in _variants() if v.bits and v.policy.learns))
 
 
-#: As in the paper: results are kept, too.
+#: As in the paper, results that could be recomputed are kept, too.
 _policy = functools.partial(nb.ActivationPolicy, derive=False)
 
 #: The state of a context that has seen nothing.
@@ -474,7 +480,7 @@ def _train(
     batches: Iterable[tuple[Tensor, Tensor]],
     tell: Callable[..., None],
 ) -> float:
-    """As ever; the mean loss of the last tenth."""
+    """Train without compression, and return the mean loss of the last tenth of the steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=setting.lr, betas=_BETAS, weight_decay=setting.weight_decay, fused=True
     )
@@ -497,7 +503,7 @@ def _train(
 def _settled(
     model: nn.Module, per: str, amp: bool, batches: Sequence[tuple[Tensor, Tensor]], tell: Callable[..., None]
 ) -> dict[str, Any]:
-    """State of a context that has seen these batches. Neither bits nor rounding matter to estimates."""
+    """Return the state of a context after these batches. Its estimates depend neither on bits nor on rounding."""
     context = nb.compress_activations(model, policy=_policy(**_PER[per]))
     context.load_state_dict(_FRESH)
     for x, _ in batches:
@@ -508,15 +514,15 @@ def _settled(
 
 
 class _Rounded:
-    """Contexts in which each gradient finds the same estimates before it, and has roundings of its own.
+    """Make contexts that all begin with the same estimates, each with its own random roundings.
 
     Args:
-        model: whose activations.
-        policy: for them.
-        settled: estimates, in the state of a context.
+        model: the model whose activations are compressed.
+        policy: the policy for activations.
+        settled: state of a context, with the estimates.
 
     Attributes:
-        saved: what the last one kept.
+        saved: what the latest context kept.
     """
 
     def __init__(self, model: nn.Module, policy: nb.ActivationPolicy, settled: dict[str, Any]) -> None:
@@ -527,7 +533,7 @@ class _Rounded:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """The next."""
+        """Enter the next context."""
         self._context.load_state_dict(self._settled | {"seed": next(self._seeds), "draws": 0})
         with self._context as self.saved:
             yield
@@ -537,7 +543,7 @@ class _Rounded:
 
 
 def claims(found: Sequence[Fidelity]) -> list[Claim]:
-    """What ought to be so, and whether it was."""
+    """Judge the claims by these rows."""
     said = []
     for task in dict.fromkeys(row.task for row in found):
         own = list(_of_task(task, [row for row in found if row.task == task]))
@@ -589,7 +595,7 @@ def _of_task(task: str, rows: Sequence[Fidelity]) -> Iterator[Claim]:
 
 
 def _paired(row: Fidelity, other: Fidelity, of: str, where: str) -> Finding:
-    """Whether a figure of one row is no larger than that of another one, batch by batch."""
+    """Judge, batch by batch, whether a figure of one row is no larger than that of another."""
     own, to = (dict(enumerate(each.per_batch[of])) for each in (row, other))
     held = difference(own, to, names=(row.name, other.name), higher_is_better=False).no_worse().held
     figures = " and ".join(_percent(_all(getattr(each, of))) for each in (row, other))
@@ -600,8 +606,8 @@ def _plus_minus(margin: float | None) -> str:
     return "" if margin is None else f" ± {_percent(margin)}"
 
 
-#: What is claimed, where in (bits, what has a range, rounding) two policies differ, the better and the worse, and the
-#: figure.
+#: Text of a claim; the index in (bits, what has a range, rounding) at which two policies differ; the better value and
+#: the worse; and the figure that is compared.
 _COMPARED: tuple[tuple[str, int, str, str, str], ...] = (
     ("a range per head errs no more than one per layer", 1, "head", "layer", "error"),
     ("a range per channel errs no more than one per head", 1, "channel", "head", "error"),
@@ -613,13 +619,13 @@ _COMPARED: tuple[tuple[str, int, str, str, str], ...] = (
 
 
 def _all(shares: dict[str, float | None]) -> float:
-    """Of the whole gradient, which is not zero."""
+    """Return the share for the whole gradient, which is never None."""
     return cast("float", shares["all"])
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
-#: What is less is not told apart.
+#: Smaller shares are not distinguished.
 _LEAST = 1e-4
 
 _LEGEND: Legend = (
@@ -638,7 +644,7 @@ _LEGEND: Legend = (
 
 
 def _percent(share: float | None, digits: int = 3) -> str:
-    """In percent, as short as tables need it; large ones as multiples."""
+    """Format a share in percent, short enough for tables; large shares as multiples."""
     if share is None:
         return "–"
     if 0 < share < _LEAST:
@@ -670,11 +676,11 @@ def _errors(places: Iterable[str]) -> tuple[Column, ...]:
 
 
 def _layout(found: Sequence[Fidelity], trained: Mapping[str, str]) -> Layout:
-    """Three tables per model: the whole gradient, kinds of layers, blocks.
+    """Lay out three tables per model: the whole gradient, kinds of layers, blocks.
 
     Args:
         found: all rows.
-        trained: title of a model's first table → what was trained, and how often it was measured.
+        trained: title of a model's first table → how the model was trained, and how often it was measured.
     """
     columns: dict[str, tuple[Column, ...]] = {}
     for row in found:
@@ -702,7 +708,7 @@ def _titles(title: str, task: str) -> dict[str, str]:
 
 _PAPER = "After Pan et al. 2021, Mesa (arXiv 2111.11124), section 3.2; the figures are not the paper's"
 
-#: Task → what a picture calls it, and the rows that it shows.
+#: Task → its name in the picture; and the picture's bars: label, row.
 _SHOWN = {"gpt": "GPT", "vit": "Vision transformer"}
 _BARS = (
     ("another batch", _BETWEEN),
@@ -739,7 +745,7 @@ def _panels(found: Sequence[Fidelity]) -> list[Panel]:
             "error of gradients; less is better",
             [
                 Bar(label, _all(row.error), _percent(_all(row.error)), name != _BETWEEN)
-                for label, name in _BARS[:-1]  # beside the last one, the others could not be told apart
+                for label, name in _BARS[:-1]  # the last bar is so long that the others would look alike
                 for row in [_row(found, task, name)]
             ],
         )
@@ -759,7 +765,7 @@ _OPENING = Opening(
 
 
 def _trained(record: Mapping[str, Any]) -> dict[str, str]:
-    """As :func:`_layout` takes it. The ResNet's depth is of no task here."""
+    """Return the argument ``trained`` of :func:`_layout`. The depth of a ResNet is given as 0: no task here has one."""
     times = f"{record['batches']} batches, {record['roundings']} roundings"
     return {
         setting["title"]: "; ".join(
@@ -775,7 +781,7 @@ def _trained(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a record: what is in ``summary.json``."""
+    """Write the page of results from a record, the content of ``summary.json``."""
     rows = [Fidelity(**row) for row in record["rows"]]
     settings = record["settings"]
     titles: dict[str, str] = {}
@@ -812,10 +818,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chosen(options: Options) -> list[Setting]:
-    """What to measure.
+    """Return the settings to measure.
 
     Raises:
-        ValueError: an option that makes no sense.
+        ValueError: an option is invalid.
     """
     there = [setting.task for setting in _SETTINGS]
     for name in options.models:

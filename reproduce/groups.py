@@ -1,4 +1,4 @@
-"""What rows come to together: groups over seeds, how far they are apart, and claims that held or did not."""
+"""Group rows over seeds, compare groups, and judge claims by them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = [
     "summed",
 ]
 
-#: The row that others are compared with.
+#: Name of the row without compression, which others are compared with.
 DENSE = "dense"
 
-#: Stands where a row has no such figure.
+#: Shown in place of a figure that a row does not have.
 NOTHING = "–"
 _DIVERGED = "diverged"
 
-#: How :mod:`reproduce.pairs` finds the margin of a difference, for legends.
+#: How :mod:`reproduce.pairs` computes the margin of a difference, for legends.
 MARGIN = (
     "Student's t over pairs; of a single seed by the spread of the uncompressed rows, of two by that of all rows of "
     "the table"
@@ -48,38 +48,40 @@ class Group:
     """One row over its seeds.
 
     Attributes:
-        task: of the rows.
-        name: of the rows.
-        spec: for ``nb.compress_gradients``, or what crosses boundaries forward and backward.
-        metric: what ``scores`` are.
-        higher_is_better: whether more of the metric is better.
-        epochs: of each row.
-        nodes: ranks.
-        parameters: that are trained.
-        seeds: one per row.
-        scores: of the last epoch; None where a row diverged.
-        mean: of the scores; None if one diverged.
-        std: the sample's standard deviation; None for fewer than two.
-        against_dense: how far the dense row of the same task and epochs is away, over the seeds that both have; None
-            without such, or where one diverged.
-        margin: of that difference at 95 %, see :mod:`reproduce.pairs`; None where the noise is unknown.
-        dense_scores: of that dense row, a score per seed: their spread is the noise where there is one pair.
-        beside: seed → score of all rows of the same task and epochs: their noise together is that of two pairs.
-        sent_bytes_per_step: by a rank, in the last epoch.
+        task: task of the rows.
+        name: name of the rows.
+        spec: spec for ``nb.compress_gradients``, or what crosses boundaries forward and backward.
+        metric: what ``scores`` measure.
+        higher_is_better: whether a higher score is better.
+        epochs: epochs of each row.
+        nodes: number of ranks.
+        parameters: number of trained parameters.
+        seeds: a seed per row.
+        scores: a score per row, of the last epoch; None where a row diverged.
+        mean: mean of the scores; None if one diverged.
+        std: sample standard deviation of the scores; None for fewer than two, or if one diverged.
+        against_dense: mean difference from the dense row of the same task and epochs, over the seeds that both have;
+            None without such seeds, or where one diverged.
+        margin: margin of that difference at 95 %, see :mod:`reproduce.pairs`; None where the noise is unknown.
+        dense_scores: scores of that dense row, one per seed; their spread gives the noise where there is one pair.
+        beside: seed → score, of each row of the same task and epochs; pooled, they give the noise of two pairs.
+        sent_bytes_per_step: bytes that a rank sends per step in the last epoch.
         ratio: bytes of a dense ring all-reduce over bytes sent.
         mean_ratio: the same, over all steps of training.
-        compressed_ratio: the same, over the steps after those that are not compressed at first.
+        compressed_ratio: the same, without the first steps that are not compressed.
         payload_ratio: bytes of a dense gradient over bytes of one rank's payload.
-        matrix_ratio: the same of compressed tensors alone.
-        step_s: a step of the last epoch; the median over steps and then seeds.
-        uncompressed: of rows with boundaries: the mean where these compress in training alone; None if one diverged.
-        uncompressed_scores: one per seed.
+        matrix_ratio: the same, of compressed tensors alone.
+        step_s: seconds of a step in the last epoch; the median over steps and then seeds.
+        uncompressed: for rows with boundaries: the mean score when boundaries do not compress in evaluation; None if
+            one diverged.
+        uncompressed_scores: these scores, one per seed.
         boundaries: for each boundary, how many times fewer bytes crossed it forward and backward.
-        samples_per_s: samples in a second of training; the median over seeds.
-        plain_bytes: of rows with a policy for activations: what backward would keep of a step's without it.
-        kept_bytes: what it keeps with it.
-        decide_share: seconds in which a policy decided, as a share of those of training.
-        gradient_error: how far that takes a gradient from the exact one, as a share of its norm; the mean over seeds.
+        samples_per_s: samples per second of training; the median over seeds.
+        plain_bytes: for rows with an activation policy: bytes that backward would keep of a step without the policy.
+        kept_bytes: bytes that backward keeps of a step with the policy.
+        decide_share: seconds that a policy took to decide, as a share of the seconds of training.
+        gradient_error: for rows with an activation policy: distance of a gradient from the exact one, as a share of its
+            norm; the mean over seeds.
         settings: what the rows were trained with, in words, see :mod:`reproduce.settings`.
     """
 
@@ -117,13 +119,13 @@ class Group:
     beside: tuple[dict[int, float | None], ...] = ()
 
     def score(self) -> str:
-        """The mean, and its spread where there are several seeds."""
+        """Return the mean score in words, with its standard deviation where there are several seeds."""
         if self.mean is None:
             return _DIVERGED
         return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
 
     def of_seeds(self, seeds: Collection[int]) -> Group:
-        """The same with scores of these seeds alone, so that it may stand beside rows that have no others."""
+        """Return this group with the scores of ``seeds`` only, to compare it with rows that have no other seeds."""
         own = tuple((seed, score) for seed, score in zip(self.seeds, self.scores, strict=True) if seed in seeds)
         off = self.uncompressed_scores and tuple(
             score for seed, score in zip(self.seeds, self.uncompressed_scores, strict=True) if seed in seeds
@@ -142,7 +144,7 @@ class Group:
         )
 
     def versus_dense(self) -> str:
-        """The paired difference from the dense row, and its margin where the noise is known."""
+        """Return the paired difference from the dense row in words, with its margin where the noise is known."""
         if self.name == DENSE or self.against_dense is None:
             return NOTHING
         return f"{self.against_dense:+.2f}" + ("" if self.margin is None else f" ± {self.margin:.2f}")
@@ -150,18 +152,21 @@ class Group:
 
 @dataclass(frozen=True)
 class Claim:
-    """Something a paper says, and whether it was so here.
+    """A claim, usually of a paper, and whether it held here.
+
+    ``topic`` and the attributes after it are for pages alone (:mod:`reproduce.claims`); records do not keep them.
 
     Attributes:
         text: what is claimed.
-        held: None where that cannot be said.
+        held: whether the claim held; None where that cannot be said.
         figures: what was found.
-        resolved: False where the rows were trained, and the noise between seeds does not let one say.
-        setup: whether it is about how rows were made comparable, and not about what came of them: it is not counted.
-        topic: heading of the table in which a page tells it (:mod:`reproduce.claims`), not recorded; so are the next.
-        case: what it was tried with, such as a data set: claims that differ in this alone stand in one row.
-        said: the claim below such a heading, which need not say topic and case again; the text when empty.
-        found: the figures there; all figures when empty.
+        resolved: False where the rows were trained, but the noise between seeds is too large for a verdict.
+        setup: whether the claim is about how rows were made comparable, not about their results; such claims are not
+            counted.
+        topic: heading of the page's table with this claim.
+        case: what the claim was tested with, such as a data set; claims that differ only in this share a row.
+        said: the claim's text in that table, which need not repeat topic and case; ``text`` when empty.
+        found: the figures in that table; ``figures`` when empty.
     """
 
     text: str
@@ -179,22 +184,22 @@ class Claim:
             raise ValueError(f"held={self.held} is a verdict, and resolved=False says that there is none: give one")
 
     def record(self) -> dict[str, Any]:
-        """What a record keeps of it."""
+        """Return the fields that a record keeps."""
         kept = ("text", "held", "figures", "resolved", "setup")
         return {name: getattr(self, name) for name in kept}
 
     def verdict(self) -> str:
-        """In words: held, not held, not resolved or not tested."""
+        """Return the verdict in words: held, not held, not resolved or not tested."""
         return {True: "held", False: "not held", None: "not tested" if self.resolved else "not resolved"}[self.held]
 
 
 def claimed(text: str, finding: Finding | bool, figures: str = "") -> Claim:
-    """The claim that a finding bears out or does not: held, not held or not resolved.
+    """Make a claim with the verdict of a finding: held, not held or not resolved.
 
     Args:
         text: what is claimed.
-        finding: of rows that were trained; a bool where there is no noise, as of bytes.
-        figures: beside those of the finding.
+        finding: comparison of rows that were trained; a bool where there is no noise, as with bytes.
+        figures: figures to add to those of the finding.
     """
     own = finding if isinstance(finding, Finding) else Finding(finding)
     said = "; ".join(part for part in (*own.figures, figures) if part)
@@ -202,7 +207,7 @@ def claimed(text: str, finding: Finding | bool, figures: str = "") -> Claim:
 
 
 def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
-    """Rows put together by task, epochs and name, in order of appearance; :func:`reproduce.training.run` returns them.
+    """Group the rows that :func:`reproduce.training.run` returns by task, epochs and name, in order of appearance.
 
     Example:
         >>> [group.name for group in groups(rows)]
@@ -276,16 +281,16 @@ def _mean(scores: Sequence[float | None]) -> float | None:
 
 
 def named(found: Sequence[Group], task: str, name: str, epochs: int | None = None) -> Group | None:
-    """The group of that task and name, if its rows were trained; of several lengths, the first."""
+    """Return the group of this task and name, or None if it was not trained; the first if several lengths match."""
     own = (group for group in found if (group.task, group.name) == (task, name) and epochs in (None, group.epochs))
     return next(own, None)
 
 
 def needed(found: Sequence[Group], task: str, name: str, epochs: int | None = None) -> Group:
-    """As :func:`named`, for what cannot be said without the row.
+    """Return the group as :func:`named` does, where it is required.
 
     Raises:
-        LookupError: it was not trained.
+        LookupError: the group was not trained.
     """
     own = named(found, task, name, epochs)
     if own is None:
@@ -296,13 +301,13 @@ def needed(found: Sequence[Group], task: str, name: str, epochs: int | None = No
 def compared(
     first: Group, second: Group, *, relative: bool = False, of: Callable[[float], float] | None = None
 ) -> Difference:
-    """What two groups differ by, over the seeds that both have; a claim that compares rows asks this and nothing else.
+    """Compare two groups over the seeds that both have. All claims that compare rows use this function.
 
     Args:
-        first: the one that is spoken of.
-        second: the one that it is compared with.
-        relative: take differences as shares of the second one's scores.
-        of: turns a score into what is compared, such as ``math.log`` for the loss of a perplexity.
+        first: the group that the claim is about.
+        second: the group to compare it with.
+        relative: express differences as shares of the second group's scores.
+        of: maps a score to what is compared, such as ``math.log`` for the loss of a perplexity.
 
     Raises:
         LookupError: they have no seed in common.
@@ -325,11 +330,11 @@ def compared(
 def as_good_as(
     found: Sequence[Group], task: str, name: str, text: str, *, within: float, relative: bool, epochs: int | None = None
 ) -> Claim:
-    """The claim that a row's metric is no worse than the dense row's by more than ``within``, seed by seed.
+    """Judge the claim that a row's metric is worse than the dense row's by at most ``within``, seed by seed.
 
     Args:
-        within: in units of the metric, or, with ``relative``, as a share of the dense row's.
-        epochs: of the row; the first that there are when None.
+        within: in units of the metric, or, with ``relative``, as a share of the dense row's metric.
+        epochs: epochs of the row; the first length found when None.
     """
     own = named(found, task, name, epochs)
     dense = None if own is None else named(found, task, DENSE, own.epochs)
@@ -351,16 +356,16 @@ def judged(
     describe: Callable[[Group], str] | None = None,
     epochs: int | None = None,
 ) -> Claim:
-    """The claim of several rows.
+    """Judge a claim about several rows.
 
     Args:
-        found: rows, put together.
-        task: of the rows.
+        found: all groups.
+        task: task of the rows.
         text: what is claimed.
-        names: of the rows, beside the dense one.
-        verdict: gets the dense group, and then theirs; what compares scores goes through :func:`compared`.
-        describe: what figures say of a group beside what was compared; nothing when None.
-        epochs: of the rows; the first that there are when None.
+        names: names of the rows, without the dense one.
+        verdict: called with the dense group and then the named groups; uses :func:`compared` to compare scores.
+        describe: returns figures of a group to add to those of the comparison; none when None.
+        epochs: epochs of the rows; the first length found when None.
     """
     own = [named(found, task, name, epochs) for name in (DENSE, *names)]
     there = [group for group in own if group is not None]
@@ -375,7 +380,7 @@ def judged(
 
 
 def summed(claims: Sequence[Claim]) -> str:
-    """How many claims came to what, without those of setting up: ``3 of 5 claims held, 1 did not``."""
+    """Count the verdicts in words, without claims about the setup: ``3 of 5 claims held, 1 did not``."""
     counts = {
         word: sum(claim.verdict() == word for claim in claims if not claim.setup)
         for word in ("held", "not held", "not resolved")
@@ -389,5 +394,5 @@ def summed(claims: Sequence[Claim]) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """``1 epoch``, ``2 epochs``."""
+    """Return number and noun, such as ``1 epoch`` or ``2 epochs``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

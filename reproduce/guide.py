@@ -1,7 +1,7 @@
-"""The two tables of the page "Which do I send, gradients or updates?", from the records of local and local_times.
+"""Write the tables of the page "Which do I send, gradients or updates?" from the records of local and local_times.
 
-The page's sentences are written by hand, and a test compares their figures with the records; the tables are written
-here. ``python -m reproduce.pages`` does both this and the pages of results.
+The page's sentences are written by hand, and a test compares their figures with the records; this module writes the two
+tables. ``python -m reproduce.pages`` runs it, and writes the pages of results, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reproduce.local_words import CALLED
 
 __all__ = ["LOSSES", "TIMES", "rewritten"]
 
-#: Rows of ``reproduce.local`` that a reader chooses among, or learns from, in the page's order.
+#: Rows of ``reproduce.local`` that the page shows, in its order.
 LOSSES = {
     name: CALLED[name]
     for name in (
@@ -58,15 +58,15 @@ TIMES = {
 
 
 def rewritten(page: str, losses: Mapping[str, Any], times: Mapping[str, Any]) -> str:
-    """The page with its tables as the records have them.
+    """Return the page with both tables rewritten from the records.
 
     Args:
-        page: in Markdown, with both tables.
+        page: the page in Markdown, with both tables.
         losses: the record of ``reproduce.local``.
         times: the record of ``reproduce.local_times``.
 
     Raises:
-        ValueError: a table is not on the page once.
+        ValueError: a table is not on the page exactly once.
     """
     page = _with_table(page, "| sent | less traffic |", [*_losses(groups(losses["rows"]))])
     rates = list(dict.fromkeys(line["rate"] for line in times["lines"]))
@@ -75,7 +75,7 @@ def rewritten(page: str, losses: Mapping[str, Any], times: Mapping[str, Any]) ->
 
 
 def _with_table(page: str, head: str, lines: Sequence[str]) -> str:
-    """Of the table that begins so, the lines below its head are replaced."""
+    """Replace the lines below the head of the table that begins with ``head``."""
     table = re.compile(rf"^({re.escape(head)}.*\n\|[ :|-]+\n)(?:\|.*\n)+", re.M)
     found = len(table.findall(page))
     if found != 1:
@@ -93,7 +93,7 @@ def _losses(found: Sequence[Group]) -> Iterator[str]:
 
 
 def _above(found: Sequence[Group], task: str, name: str) -> str:
-    """How far a row's loss is above that of uncompressed gradients, over the seeds that both have."""
+    """Say how far a row's loss is above that of uncompressed gradients, over the seeds that both have."""
     own, dense = named(found, task, name), named(found, task, DENSE)
     if name == DENSE or own is None or dense is None or not {*own.seeds} & {*dense.seeds}:
         return NOTHING

@@ -1,7 +1,7 @@
-"""A record as one HTML page beside it: how losses went, and a bar of every row for each number that was measured.
+"""Write a record as an HTML page: curves of losses, and a bar chart over all rows for each number that was measured.
 
-A page holds the program that draws it, which is nine tenths of a megabyte, so pages are made where a command runs and
-are not kept in the repository. Without the ``report`` extra there are none.
+A page contains the program that draws it, which is nine tenths of a megabyte. So pages are made where a command runs,
+and are not kept in the repository. Without the ``report`` extra no page is made.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["html_of", "write_beside"]
 
-#: What tells rows apart, as far as they have it.
+#: Fields that identify a row, as far as the row has them.
 _NAMES = ("task", "group", "kind", "name", "reference", "optimizer", "spec", "what", "seed")
 
-#: Settings: pages show what was measured.
+#: Settings of rows; pages leave them out, since they show what was measured.
 _SETTINGS = {field.name for field in fields(Row)} - set(_NAMES)
 
 
 def write_beside(written: Path, record: Mapping[str, Any], console: Console) -> None:
-    """Write the page of a record beside it, and say so; nothing where pages cannot be made.
+    """Write the page of a record beside the record, and print its path. Do nothing where pages cannot be made.
 
     Args:
-        written: the record's file; the page has its name, with ``.html``.
-        record: with ``rows``, and what :func:`~narrowband.report.record.provenance` says.
-        console: for the line that names the page.
+        written: the record's file; the page has the same name with ``.html``.
+        record: has ``rows`` and the fields of :func:`~narrowband.report.record.provenance`.
+        console: prints the page's path.
     """
     if not record["rows"] or not can_make_pages():
         return
@@ -43,11 +43,11 @@ def write_beside(written: Path, record: Mapping[str, Any], console: Console) -> 
 
 
 def html_of(record: Mapping[str, Any], name: str) -> str:
-    """The page.
+    """Return the page of a record as HTML.
 
     Args:
-        record: as :func:`write_beside` takes it.
-        name: what it is called.
+        record: see :func:`write_beside`.
+        name: name of the record.
 
     Raises:
         UnsupportedError: the ``report`` extra is not installed.
@@ -56,19 +56,19 @@ def html_of(record: Mapping[str, Any], name: str) -> str:
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Its names, as words, and its numbers."""
+    """Return a row's identifying fields, as strings, and the numbers that were measured."""
     numbers = {key: x for key, x in row.items() if isinstance(x, (int, float)) and key not in {*_NAMES, *_SETTINGS}}
     return {key: f"seed {row[key]}" if key == "seed" else str(row[key]) for key in _named(row)} | numbers
 
 
 def _named(row: Mapping[str, Any]) -> list[str]:
-    """A name stands for its spec and optimizer."""
+    """Return the fields that identify a row; a name makes spec and optimizer superfluous."""
     implied = {"optimizer", "spec"} if "name" in row else set()
     return [key for key in _NAMES if row.get(key) not in (None, "") and key not in implied]
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> list[Curves]:
-    """Training losses of the first seed, a chart for each task, of rows that :mod:`reproduce.training` wrote."""
+    """Return a chart per task with the training losses of the first seed, for rows of :mod:`reproduce.training`."""
     found: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
     trained = [row for row in rows if "scores" in row]
     for task in dict.fromkeys(row["task"] for row in trained):

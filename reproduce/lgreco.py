@@ -1,19 +1,21 @@
-"""L-GreCo (Alimohammadi, Markov, Frantar, Alistarh 2022, arXiv 2210.17357), beside uniform compression and others.
+"""L-GreCo (Alimohammadi, Markov, Frantar, Alistarh 2022, arXiv 2210.17357), compared with uniform compression.
 
-The paper chooses the bits, density or rank of every layer anew at every epoch, so that the error stays that of a
-uniform setting that is known to be safe, and sends 1.1 times (quantization) to 5 times (low rank, a transformer) less
-than that, with metrics within 1 % of training without compression. There are two experiments:
+At every epoch, the paper chooses the bits, density or rank of every layer anew, such that the error stays that of a
+uniform setting that is known to be safe. This sends 1.1 times (quantization) to 5 times (low rank, a transformer) less
+than the uniform setting, with metrics within 1 % of training without compression. There are two experiments:
 
-* A GPT learns bytes of WikiText-2 with AdamW, and three families of codecs: without compression, uniform and by
-  L-GreCo, three seeds each. What is uniform has to be safe, or there is nothing to keep. So a run of every candidate
-  comes first, with a seed of its own, and a family's reference is the candidate that sends least of those within 1 % of
-  the run without compression; where none is, the candidate that is closest to it. The page shows all candidates.
-* Table 4 of the paper: a ResNet-8 learns CIFAR-10 with PowerSGD, for 12 epochs with a rate that falls in steps, since
-  Accordion looks for change between epochs. Ranks are a quarter of the paper's, as layers are smaller: uniform 8
-  (there 32), L-GreCo 2 to 16, k-means four ranks from 2 to 16, Accordion 4 or 16, both together 2 to 32.
+* A GPT learns bytes of WikiText-2 with AdamW, without compression and with three families of codecs, uniform and by
+  L-GreCo, three seeds each. The uniform setting, the reference, has to be safe, or there is no accuracy to keep. So
+  every candidate for the reference is trained first, with a seed of its own. A family's reference is the candidate that
+  sends least of those within 1 % of the run without compression; where none is, the candidate closest to that run. The
+  page shows all candidates.
+* Table 4 of the paper, which also compares k-means and Accordion: a ResNet-8 learns CIFAR-10 with PowerSGD, for 12
+  epochs with a learning rate that falls in steps, since Accordion looks for change between epochs. Ranks are a quarter
+  of the paper's, as layers are smaller: uniform 8 (there 32), L-GreCo 2 to 16, k-means four ranks from 2 to 16,
+  Accordion 4 or 16, L-GreCo with Accordion 2 to 32.
 
-As in the paper, compression begins when the learning rate has risen, and policies decide first at that moment. Ratios
-of bytes are told with and without the steps before.
+As in the paper, compression begins when the learning rate has risen, and policies decide for the first time at that
+moment. Ratios of bytes are reported with and without the uncompressed steps before.
 
 Run ``python -m reproduce.lgreco`` (the GPT: nearly two hours on two cores that had other work, too), ``--long`` (with
 candidates, an hour more, and table 4, two hours more), ``--quick`` (seconds), ``--help``. Pictures of plans (the
@@ -44,32 +46,33 @@ from reproduce.row import WARM_UP, Row
 
 __all__ = ["EXPERIMENT", "LINKS"]
 
-#: Where steps on links are recorded, in the directory of results.
+#: Name of the record of steps on links, in the directory of results.
 LINKS = "links.json"
 
 _GPT = Row("gpt", DENSE, "none", optimizer="adamw", epochs=3, lr=2e-3, batch=32, weight_decay=0.01, clip=1.0)
 _CIFAR = Row("cifar", DENSE, "none", epochs=12, lr=0.1, batch=128, weight_decay=1e-4, schedule="steps")
 
-#: Seeds that rows are compared with, and the one that references are chosen with.
+#: Seeds of the rows that are compared, and the seed that references are chosen with.
 _SEEDS = (0, 1, 2)
 _CHOOSING = (100,)
 
-#: Family → candidates for its reference, the one that sends least first.
+#: Family → candidates for its reference, in order of bytes sent, the least first.
 _CANDIDATES = {
     "qsgd": ("qsgd:bits=4", "qsgd:bits=6", "qsgd:bits=8"),
     "top-k": ("topk:density=0.05+ef", "topk:density=0.1+ef", "topk:density=0.2+ef"),
     "powersgd": ("powersgd:rank=8", "powersgd:rank=16", "powersgd:rank=32"),
 }
-#: Family → what was chosen of them; a claim on the page says whether the rule chooses it.
+#: Family → the reference that was chosen; a claim on the page says whether the rule chooses it.
 _REFERENCES = {"qsgd": "qsgd:bits=4", "top-k": "topk:density=0.2+ef", "powersgd": "powersgd:rank=32"}
 
-#: Of table 4: the reference, what policies may choose, and Accordion's two levels.
+#: Table 4: the spec with a rank to fill in, the rows' family, and Accordion's two levels.
 _RANK = "powersgd:rank={}"
 _TABLE_4 = "powersgd"
 _LOW, _HIGH = _RANK.format(16), _RANK.format(4)
 
 #: Mean ratios in the paper's table 4, of Transformer-XL with PowerSGD (uniform: rank 32; ranks 8 to 64; Accordion: 16
-#: or 64; together: 8 to 128), and shares of training time that decisions take there and for ResNet-50, in its table 1.
+#: or 64; together: 8 to 128); and the share of training time that decisions take, in the paper's table 1, for
+#: Transformer-XL (here: ``gpt``) and ResNet-50 (here: ``cifar``).
 _THEIR_RATIO = {
     "uniform": 14.1, "lgreco": 23.5, "kmeans": 21.6, "accordion": 23.9, "lgreco+accordion": 36.9
 }  # fmt: skip
@@ -78,11 +81,12 @@ _THEIR_SHARE = {
     "cifar": {"powersgd": 0.0015, "qsgd": 0.0004, "top-k": 0.0033},
 }
 
-#: A metric that counts as kept, as a share of that without compression; how many times fewer bytes the paper sends.
+#: A metric counts as kept if it is worse by at most this share of the uncompressed one; how many times fewer bytes the
+#: paper sends.
 _KEPT = 0.01
 _FEWER_BYTES = {"qsgd": 1.1, "top-k": 1.5, "powersgd": 1.5}
 
-#: Keys of tables beside the tasks, and titles of all.
+#: Key of the table of candidates; the other keys are tasks. And the titles of all tables.
 _CHOICE = "choice"
 _TITLES = {
     "gpt": "WikiText-2 as bytes (validation split, judged on test), GPT",
@@ -99,7 +103,7 @@ def _ranks(*ranks: int) -> str:
     return " ".join(map(_RANK.format, ranks))
 
 
-#: Policy of table 4 → what it is given.
+#: Policy of table 4 → its settings.
 _GIVEN: dict[str, dict[str, str]] = {
     "uniform": {},
     "lgreco": {"choices": _ranks(*range(2, 17))},
@@ -150,12 +154,12 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
     ]
 
 
-#: Family → what headings call it.
+#: Family → its name in headings.
 _CALLED = {"qsgd": "Quantization", "top-k": "Top-k", "powersgd": "Low rank"}
 
 
 def _by_rule(found: Sequence[Group], family: str) -> tuple[str, dict[str, float]]:
-    """The reference that the rule chooses, and how far each candidate is above the run without compression."""
+    """Return the reference that the rule chooses, and how far each candidate is above the run without compression."""
     dense = needed(found, "gpt", DENSE)
     candidates = {spec: needed(found, "gpt", _candidate(spec).name) for spec in _CANDIDATES[family]}
     behind = {spec: compared(group, dense, relative=True).mean for spec, group in candidates.items()}
@@ -233,7 +237,7 @@ def _kept(group: Group, dense: Group) -> Finding:
 
 
 def _times(own: Group, other: Group) -> float:
-    """How many times less a row sends than another, over the steps that are compressed."""
+    """Return how many times less a row sends than another, over the steps that are compressed."""
     if own.compressed_ratio is None or other.compressed_ratio is None:
         raise LookupError(f"needs bytes of {own.name} and {other.name}")
     return own.compressed_ratio / other.compressed_ratio
@@ -255,7 +259,7 @@ def _families(task: str) -> tuple[str, ...]:
 
 
 def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
-    """Per task: ratios over time for every policy, and L-GreCo's last plan layer by layer; of the first seed."""
+    """Draw, per task, every policy's ratios over time and L-GreCo's last plan layer by layer, of the first seed."""
     from matplotlib.figure import Figure
 
     drawn = []
@@ -291,7 +295,7 @@ def _draw(rows: Sequence[dict[str, Any]], directory: Path) -> list[Path]:
 
 
 def _number(spec: str) -> float:
-    """Bits, density or rank."""
+    """Return the bits, density or rank of a spec."""
     codec = nb.compression(spec).codec
     return float(next(getattr(codec, key) for key in ("bits", "density", "rank") if hasattr(codec, key)))
 
@@ -313,10 +317,10 @@ def _share(group: Group) -> str:
 
 
 def _on_link(group: Group) -> str:
-    """What :mod:`reproduce.lgreco_links` recorded of this row, with this spec."""
+    """Return the time of a step that :mod:`reproduce.lgreco_links` recorded for this row with this spec."""
     path = Path(__file__).parent / "results" / "lgreco" / LINKS
     told = read_json(path, ("rate", "rows")) if path.exists() else {}
-    rows = told["rows"] if told.get("rate") == "100mbit" else []  # as the legend says
+    rows = told["rows"] if told.get("rate") == "100mbit" else []  # the legend names this rate
     own = group.task, group.name, group.spec
     found = next((row["step_s"] for row in rows if (row["task"], row["name"], row.get("spec")) == own), None)
     return NOTHING if found is None else format_seconds(found)
@@ -355,7 +359,7 @@ _TAKEN = ("row", "score", "− dense", "sent")
 
 
 def _tables(found: Sequence[Group]) -> Iterable[tuple[str, list[Group]]]:
-    """Rows that are compared, and the candidates, each beside the dense row of the same seeds."""
+    """Yield the tables: rows that are compared, and candidates, each with the dense row of the same seeds."""
     candidates = [group for group in found if group.name.startswith("candidate ")]
     for task in ("gpt", "cifar"):
         own = [group for group in found if group.task == task and group not in candidates]
@@ -366,7 +370,7 @@ def _tables(found: Sequence[Group]) -> Iterable[tuple[str, list[Group]]]:
 
 
 def _of_their_seeds(own: Sequence[Group | None]) -> list[Group]:
-    """The same, with the dense row of those seeds alone that the others have."""
+    """Return the groups, with the dense group restricted to the seeds that the others have."""
     there = [group for group in own if group is not None]
     seeds = {seed for group in there for seed in group.seeds if group.name != DENSE}
     return [group.of_seeds(seeds) if group.name == DENSE else group for group in there]
@@ -421,7 +425,7 @@ _LAYOUT = Layout(
 
 
 def _pair(found: Sequence[Group], task: str, family: str) -> tuple[Group, Group]:
-    """Uniform, and L-GreCo."""
+    """Return a family's uniform row and its row by L-GreCo."""
     return needed(found, task, f"{family}, uniform"), needed(found, task, f"{family}, lgreco")
 
 
@@ -439,7 +443,7 @@ def _found(found: Sequence[Group]) -> str:
 
 
 def _unsafe(found: Sequence[Group]) -> str:
-    """Families whose reference is not within the bound, where candidates were trained."""
+    """Name the families without a candidate within the bound, where candidates were trained."""
     try:
         told = [family for family, (chosen, behind) in _ruled(found).items() if behind[chosen] > _KEPT]
     except LookupError:

@@ -1,8 +1,8 @@
-"""How long a step of L-GreCo's rows takes on a slow link.
+"""Time a step of L-GreCo's rows on a slow link.
 
-Every row that :mod:`reproduce.lgreco` has trained sends what it sent at its end, layer by layer as its last plan says,
-for some steps between ranks behind emulated links. The median step is what ``python -m reproduce.lgreco --recorded``
-then shows beside the scores.
+Every row that :mod:`reproduce.lgreco` has trained runs for some steps between ranks behind emulated links, and sends
+what it sent at the end of its training: each layer as the last plan says. ``python -m reproduce.lgreco --recorded``
+then shows the median step beside the scores.
 
 Run ``python -m reproduce.lgreco_links`` (ten minutes on two cores, with nothing else to do; needs what
 ``narrowband lab`` needs), ``--help``.
@@ -32,7 +32,7 @@ __all__ = ["Options", "main", "timed"]
 
 _MODULE = "lgreco_links"
 
-#: Characters of a sample, where that is what limits count.
+#: Characters of a sample, for tasks whose ``limit`` counts characters.
 _READ = {"gpt": 128}
 
 
@@ -56,12 +56,12 @@ class Options:
 
 
 def timed(row: Row, result: dict[str, Any], steps: int) -> Row:
-    """A row that does for some steps what a row of L-GreCo's did at its end.
+    """Return a row that compresses by the last plan of a trained row for some steps.
 
     Args:
-        row: that was trained.
-        result: what it came to.
-        steps: how many.
+        row: the row that was trained.
+        result: its result.
+        steps: number of steps.
     """
     plan = json.dumps(result["plans"][-1][2], sort_keys=True) if result["plans"] else ""
     limit = (steps * row.batch + 1) * _READ.get(row.task, 1)

@@ -1,33 +1,34 @@
 """Is L-GreCo's plan for seconds faster than its plan for bytes? (Alimohammadi et al., arXiv 2210.17357, sections 4 and
 5.5, figure 11b; appendix A, figure 12).
 
-Buckets of gradients travel while backward goes on, so a byte of an early bucket may cost nothing. The paper measures
-what a byte of each bucket costs, by a linear regression over exchanges with compression drawn by chance, and lets
-L-GreCo minimize seconds. It finds that bytes foretell seconds nearly perfectly, that a byte costs about the same in all
-buckets, and that the plan for seconds is that for bytes. Its appendix gives later buckets a price that grows with their
-place, and finds that worse.
+Buckets of gradients are sent while backward still computes, so a byte of an early bucket may cost no time. The paper
+measures what a byte of each bucket costs, by a linear regression over exchanges with randomly drawn compression, and
+lets L-GreCo minimize seconds. It finds that bytes predict seconds nearly perfectly, that a byte costs about the same in
+all buckets, and that the plan for seconds is the plan for bytes. The paper's appendix gives buckets a price that grows
+with their position, and finds that this is worse.
 
-Here four real ranks behind emulated links train a GPT of 3.3 million parameters with AdamW. For each reference, a spec
-for all layers:
+Here four real ranks behind emulated links train a GPT of 3.3 million parameters with AdamW. A reference is a spec for
+all layers. For each reference:
 
-* it trains for some steps under the reference, and gradients are added up;
-* ``nb.measure_times`` does the paper's regression. Many coefficients fit few samples too well, so R² is also that of
-  each sample as the fit of all others foretells it;
-* ``nb.LGreCo`` plans three times from the same gradients and at the same error: for bytes, for the measured seconds,
+* the model trains for some steps under the reference, and gradients are added up;
+* ``nb.measure_times`` does the paper's regression. Many coefficients overfit few samples, so R² is also computed
+  leave-one-out: each sample is predicted by the fit of all others;
+* ``nb.LGreCo`` makes three plans from the same gradients and at the same error: for bytes, for the measured seconds,
   and for the paper's priority of buckets;
-* the three plans and the reference take turns for some steps, round after round. Plans are compared by rounds, so a
-  machine that is busy is as busy for all.
+* the three plans and the reference take turns for some steps, round after round. Plans are compared round by round, so
+  that a busy machine slows all of them alike.
 
 Run ``python -m reproduce.lgreco_times`` (ten minutes on two idle cores; needs what ``narrowband lab`` needs: Linux and
 root), ``--rate none --quick`` (seconds, anywhere), ``--help``.
 
 Differences from the paper:
 
-* Transformer-XL there, 5,000 samples of 50 steps on 8 GPUs; a GPT on two cores and 48 samples of 6 steps here.
-* Every bucket travels by itself, as there. By default narrowband sends small buckets together, so that they share one
-  price (``--message-nbytes 131072``).
-* Layers choose from ranks of a quarter to four times the reference's; there from half to twice, or a quarter to twice.
-* "Near 1" has no number in the paper; here it is at least 0.9.
+* The paper has Transformer-XL, and 5,000 samples of 50 steps on 8 GPUs; here it is a GPT on two cores, and 48 samples
+  of 6 steps.
+* Every bucket is sent by itself, as in the paper. By default narrowband sends small buckets together, so that they
+  share one price (``--message-nbytes 131072``).
+* Layers get ranks of a quarter to four times the reference's; in the paper from half to twice, or a quarter to twice.
+* The paper's "near 1" has no number; here it means at least 0.9.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Options:
     """Also write tables and claims to this file, for the documentation."""
 
     def setting(self) -> Setting:
-        """What this run measures of each reference."""
+        """Return what this run measures for each reference."""
         own = Setting(
             self.nodes, self.rate, message_nbytes=self.message_nbytes, samples=self.samples, steps=self.steps,
             rounds=self.rounds, seed=self.seed,

@@ -1,4 +1,4 @@
-"""What the rows of :mod:`reproduce.lgreco_times` come to: verdicts, tables, the page."""
+"""Make claims, tables and the page of results from the rows of :mod:`reproduce.lgreco_times`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = ["LAYOUT", "PAPER", "TITLES", "Family", "Line", "Timed", "claims", "fa
 
 PAPER = "Alimohammadi et al. 2022, L-GreCo (arXiv 2210.17357), sections 4 and 5.5, figure 11b; appendix A, figure 12"
 
-#: The paper says "near 1" and "near each other". This is what is taken for it: a share of the variance, how much of it
-#: a single price may lose, and the share of bytes that two plans may differ in.
+#: Numbers for the paper's "near 1" and "near each other": the least R²; by how much R² may fall with a single price;
+#: and the share of bytes in which two plans may differ.
 _NEAR_ONE, _NEAR_EACH, _NEAR_PLAN = 0.9, 0.05, 0.1
 
-#: Longer than another by no more than this share is no slower.
+#: A time that is longer by at most this share counts as no slower.
 _SLOWER = 0.02
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One plan, or none; see :func:`reproduce.lgreco_times_ranks.run` for what each is."""
+    """Measurements of a plan, or of no compression; :func:`reproduce.lgreco_times_ranks.run` explains the fields."""
 
     specs: dict[str, str]
     error_of_reference: float
@@ -46,13 +46,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class Family:
-    """What was found of one reference.
+    """What was measured for one reference.
 
     Attributes:
-        reference: the spec.
-        buckets: the layers of each, in the order in which they are sent.
-        times: what the regression found.
-        plans: by name, the one without compression among them.
+        reference: the reference, a spec.
+        buckets: the layers of each bucket, in the order of sending.
+        times: result of the regression.
+        plans: name → measurements of a plan; includes the steps without compression.
     """
 
     reference: str
@@ -61,21 +61,21 @@ class Family:
     plans: dict[str, Timed]
 
     def prices(self) -> list[float]:
-        """Seconds per byte of each bucket."""
+        """Return the seconds per byte of each bucket."""
         return [self.times.seconds_per_byte[names[0]] for names in self.buckets]
 
     def one_price(self) -> Times:
-        """The same regression with one price for all bytes."""
+        """Repeat the regression with one price for all bytes."""
         return fit_times([["all"]], [[math.fsum(row)] for row in self.times.nbytes], self.times.seconds)
 
     def beside(self, one: str, other: str, what: str = "step_s") -> Difference:
-        """How much longer one plan's steps or exchanges are than another's, round by round, as a share of these."""
+        """Return how much longer one plan's steps or exchanges take than another's, as a share, round by round."""
         own, to = (dict(enumerate(getattr(self.plans[name], what))) for name in (one, other))
         return difference(own, to, names=(one, other), higher_is_better=False, relative=True)
 
 
 def families(rows: Sequence[Mapping[str, Any]]) -> list[Family]:
-    """The rows of a record."""
+    """Read the rows of a record."""
     found = []
     for row in rows:
         told = row["times"]
@@ -91,7 +91,7 @@ def families(rows: Sequence[Mapping[str, Any]]) -> list[Family]:
 
 
 def claims(found: Sequence[Family]) -> list[Claim]:
-    """What the paper says, and whether it was so."""
+    """Judge the paper's claims."""
     return [
         claim
         for family in found
@@ -123,7 +123,7 @@ def _claims(family: Family) -> Iterator[Claim]:
 
 
 def _foretold(family: Family) -> Claim:
-    """R² is at least a bound where the mean squared error of what was foretold is below a share of the variance."""
+    """Judge whether R² is at least the bound: the mean squared error is at most 1 − bound of the variance."""
     times = family.times
     mean = statistics.fmean(times.seconds)
     off = [(second - mean) ** 2 for second in times.seconds]
@@ -193,7 +193,7 @@ def _place(plan: Timed) -> float:
 def _compared(
     family: Family, text: str, one: str, other: str, what: str, says: Callable[[Difference], Finding]
 ) -> Claim:
-    """A claim about two plans, round by round."""
+    """Judge a claim about two plans, compared round by round."""
     apart = family.beside(one, other, what)
     medians = " and ".join(
         f"{format_seconds(statistics.median(getattr(family.plans[name], what)))} ({name})" for name in (one, other)
@@ -203,7 +203,7 @@ def _compared(
 
 
 def _missed(times: Times) -> dict[int, float]:
-    """The squared error of what was foretold of each held-out sample, as a share of the variance."""
+    """Return the squared error of the prediction of each held-out sample, as a share of the variance."""
     variance = statistics.pvariance(times.seconds)
     both = zip(times.seconds, times.foretold_s, strict=True)
     return {sample: (own - foretold) ** 2 / variance for sample, (own, foretold) in enumerate(both)}
@@ -224,7 +224,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Line:
-    """Of one of the tables: a reference, and a plan's name or a bucket's number."""
+    """A line of a table: a reference, and a plan's name or a bucket's number."""
 
     table: str
     family: Family
@@ -240,7 +240,7 @@ class Line:
 
 
 def lines(found: Sequence[Family]) -> list[Line]:
-    """Of all tables."""
+    """Return the lines of all tables."""
     fits = [Line("fits", family) for family in found]
     plans = [Line("plans", family, name) for family in found for name in (*PLANS, DENSE)]
     buckets = [Line("buckets", family, str(at)) for family in found for at in range(1, len(family.buckets) + 1)]
@@ -408,7 +408,7 @@ def _opening(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Op
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a record: what is in ``summary.json``."""
+    """Write the page of results from a record, the content of ``summary.json``."""
     found = families(record["rows"])
     opening = _opening(record["config"], record["rows"])
     write_page(

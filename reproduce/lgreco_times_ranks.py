@@ -1,6 +1,6 @@
-"""One rank of :mod:`reproduce.lgreco_times`: a GPT that reads bytes, its seconds per byte, plans, and their steps.
+"""One rank of :mod:`reproduce.lgreco_times`: trains a GPT on bytes, measures seconds per byte, plans, and times plans.
 
-The parent calls :func:`run`; this module run as ``python -m`` is one rank.
+The parent process calls :func:`run`; run as ``python -m``, this module is one rank.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ __all__ = [
     "run",
 ]
 
-#: What is timed: no compression, the reference for all layers, and the plans of three objectives at its error.
+#: What is timed: no compression, the reference for all layers, and plans for three objectives at the reference's error.
 DENSE, UNIFORM, BYTES, SECONDS, PRIORITY = "dense", "uniform", "bytes", "seconds", "priority"
 PLANS = (UNIFORM, BYTES, SECONDS, PRIORITY)
 
-#: A step without compression takes ten times as long, and nothing is paired with it: one round in so many has one step
-#: of it that is not timed and one that is.
+#: A step without compression takes ten times as long, and nothing is paired with it. So only one round in this many has
+#: such steps: one that is not timed and one that is.
 _DENSE_EVERY, _DENSE_STEPS = 5, (1, 1)
 
-#: Fewer samples than these hardly tell more than a handful of buckets apart.
+#: The least number of samples; fewer can hardly distinguish more than a handful of buckets.
 LEAST_SAMPLES = 12
 
-#: AdamW's.
+#: AdamW's settings.
 BETAS, WEIGHT_DECAY = (0.9, 0.999), 0.01
 
-#: Samples draw from no more choices than these, spread as powers are: of a hundred densities most are large.
+#: Samples draw from at most this many choices, spaced geometrically: evenly spaced ones would mostly be large.
 _DRAWN = 8
 
-#: Steps of a sample, and of a plan's turn, before those that are timed.
+#: Untimed steps at the beginning of a sample, and of a plan's turn.
 _WAKING = 2
 
 _ANY_MATRIX = (64, 64)
@@ -74,18 +74,18 @@ class Setting:
     """What to measure.
 
     Attributes:
-        nodes: ranks.
-        rate: of every link in both directions; none: loopback, unshaped.
-        model: which of :data:`narrowband.bench.models.MODELS`; one that reads bytes.
-        bucket_cap_mb: DDP's, so small that about every block has a bucket.
-        message_nbytes: as :func:`narrowband.compress_gradients` takes it; 0: every bucket travels by itself.
-        train_steps: under the reference, before anything is measured; gradients of the second half of them are planned
-            from.
-        samples: of choices for buckets.
-        steps: that are timed of each sample, and of each plan in each round.
-        rounds: in which all plans take turns.
+        nodes: number of ranks.
+        rate: rate of every link, in both directions; none: loopback, unshaped.
+        model: a key of :data:`narrowband.bench.models.MODELS`, of a model that reads bytes.
+        bucket_cap_mb: DDP's setting, small enough that about every block has a bucket of its own.
+        message_nbytes: see :func:`narrowband.compress_gradients`; 0: every bucket is sent by itself.
+        train_steps: steps under the reference before anything is measured; plans are made from the gradients of the
+            second half.
+        samples: number of samples in the regression, each with other choices for buckets.
+        steps: timed steps of each sample, and of each plan in each round.
+        rounds: number of rounds; all plans take turns in each.
         lr: learning rate of AdamW, the same in every step; no gradient is clipped.
-        seed: of parameters, data and choices.
+        seed: seed of parameters, data and choices.
     """
 
     nodes: int = 4
@@ -101,11 +101,11 @@ class Setting:
     seed: int = 0
 
     def place(self) -> Loopback | LabConfig:
-        """Where the ranks run."""
+        """Return where the ranks run."""
         return Loopback(self.nodes) if self.rate == "none" else LabConfig(nodes=self.nodes, rate=self.rate)
 
     def count(self) -> int:
-        """How many steps a rank takes for a reference."""
+        """Return how many steps a rank takes for a reference."""
         turns, dense = self.rounds * len(PLANS), math.ceil(self.rounds / _DENSE_EVERY)
         return self.train_steps + (self.samples + turns) * (_WAKING + self.steps) + dense * sum(_DENSE_STEPS)
 
@@ -114,19 +114,22 @@ def run(references: Sequence[str], setting: Setting, on_event: Callable[[dict[st
     """Start the ranks, and measure one reference after the other.
 
     A row holds ``reference``, ``parameters``, ``buckets`` (the layers of each), ``times`` (the fields of
-    :class:`narrowband.adapt.Times`), ``wall_s``, and ``plans``. Each of these has ``specs`` by layer,
-    ``error_of_reference`` (the sum of errors over the reference's), ``bucket_nbytes`` (that a rank sends for the layers
-    of each bucket), ``sent_bytes`` (all that it sends in a step), and ``step_s`` and ``exchange_s``, a number per
-    round: the median over steps, of the slowest rank.
+    :class:`narrowband.adapt.Times`), ``wall_s``, and ``plans``. Each plan has
+
+    * ``specs`` by layer,
+    * ``error_of_reference``: the sum of its errors over the reference's,
+    * ``bucket_nbytes``: the bytes that a rank sends for the layers of each bucket,
+    * ``sent_bytes``: all bytes that a rank sends in a step,
+    * ``step_s`` and ``exchange_s``, a number per round: the median over steps, of the slowest rank.
 
     Args:
-        references: each sets a budget of errors, and layers choose around it, see :func:`choices`.
+        references: each sets a budget of errors, and the choices of layers around it, see :func:`choices`.
         setting: what to measure.
         on_event: called, from another thread, with ``{"event": "step", "reference": …, "what": …}`` for every step, and
-            with ``{"event": "row", "row": …}``.
+            with ``{"event": "row", "row": …}`` for every finished row.
 
     Raises:
-        UnsupportedError: the machine cannot emulate links; says what is missing.
+        UnsupportedError: the machine cannot emulate links; the message says what is missing.
         RankError: a rank ended early.
     """
     config = {"references": list(references), "setting": asdict(setting)}
@@ -134,8 +137,10 @@ def run(references: Sequence[str], setting: Setting, on_event: Callable[[dict[st
 
 
 def choices(reference: str) -> list[str]:
-    """What layers may get: what L-GreCo searches around the reference; ranks from a quarter to four times its own, as
-    the paper has with Accordion, so that what is sent differs by more than noise does.
+    """Return the specs that layers may get: those that L-GreCo searches around the reference.
+
+    Ranks go further, from a quarter to four times the reference's, as in the paper with Accordion, so that plans differ
+    by more than the noise.
 
     Example:
         >>> choices("powersgd:rank=4")[0], choices("powersgd:rank=4")[-1]
@@ -148,7 +153,7 @@ def choices(reference: str) -> list[str]:
 
 
 def drawn(reference: str) -> list[str]:
-    """Those of them that samples draw from."""
+    """Return the subset of :func:`choices` that samples draw from."""
     found = choices(reference)
     if len(found) <= _DRAWN:
         return found
@@ -160,7 +165,7 @@ def drawn(reference: str) -> list[str]:
 
 
 class _Trainer:
-    """A model on this rank, its handle, and one step after the other."""
+    """Train a model with compressed gradients on this rank, step by step."""
 
     def __init__(self, reference: str, setting: Setting, text: Text, tell: Callable[[], None]) -> None:
         torch.manual_seed(setting.seed)
@@ -176,7 +181,7 @@ class _Trainer:
         self._batches = torch.Generator().manual_seed(setting.seed * 1_000_003 + dist.get_rank())
 
     def step(self) -> None:
-        """One step of training; averages are in the parameters' gradients until the next."""
+        """Take one training step. The averages stay in the parameters' gradients until the next step."""
         x_BL, y_BL = batch_of(self._text.train, self._shape.batch, self._shape.sequence, self._batches)
         self._optimizer.zero_grad()
         logits_BLV = self.model(x_BL)
@@ -185,7 +190,7 @@ class _Trainer:
         self._tell()
 
     def train(self, steps: int) -> dict[str, Tensor]:
-        """Train, and return the sums of the averages that the second half of the steps delivered to layers."""
+        """Train, and return, for each layer, the sum of averaged gradients over the second half of the steps."""
         shapes = self.handle.layers.parameters.shapes
         layers = {name: p for name, p in self.model.module.named_parameters() if name in shapes}
         sums = {name: torch.zeros_like(p) for name, p in layers.items()}
@@ -199,7 +204,7 @@ class _Trainer:
 
 
 def _planned(trainer: _Trainer, sums: Mapping[str, Tensor], times: Times, reference: str) -> dict[str, dict[str, Any]]:
-    """The plans, from the same gradients and at the same error: rank 0 decides."""
+    """Make the plans, from the same gradients and at the same error. Rank 0 decides for all."""
     handle = trainer.handle
     plans: dict[str, dict[str, Any]] = {UNIFORM: {"specs": dict.fromkeys(sums, reference), "error_of_reference": 1.0}}
     if dist.get_rank() == 0:
@@ -216,13 +221,13 @@ def _planned(trainer: _Trainer, sums: Mapping[str, Tensor], times: Times, refere
 
 
 def _timed(trainer: _Trainer, plans: dict[str, dict[str, Any]], setting: Setting) -> None:
-    """Let plans take turns, and add to each what its steps took on this rank."""
+    """Let the plans take turns, and add to each plan what its steps took on this rank."""
     handle, buckets = trainer.handle, trainer.handle.buckets
     plans[DENSE] = {"specs": {}, "error_of_reference": 0.0}
     for plan in plans.values():
         plan |= {"bucket_nbytes": [], "step_s": [], "exchange_s": []}
     for turn in range(setting.rounds):
-        first = turn % len(PLANS)  # so that no plan always follows the same other
+        first = turn % len(PLANS)  # rotate, so that each plan takes each place in a round
         names = [*PLANS[first:], *PLANS[:first]]
         for name in [*names, DENSE] if turn % _DENSE_EVERY == 0 else names:
             plan = plans[name]
@@ -241,7 +246,10 @@ def _timed(trainer: _Trainer, plans: dict[str, dict[str, Any]], setting: Setting
 
 
 def _median_step(trainer: _Trainer, waking: int, steps: int) -> tuple[float, float]:
-    """The median step and the median exchange of some, after steps that bring a plan's factors and memory back."""
+    """Return the median seconds of a step and of an exchange.
+
+    ``waking`` untimed steps come first: they restore the plan's factors and memory.
+    """
     for _ in range(waking):
         trainer.step()
     step_s, exchange_s = [], []
@@ -254,7 +262,7 @@ def _median_step(trainer: _Trainer, waking: int, steps: int) -> tuple[float, flo
 
 
 def _measured(reference: str, setting: Setting, text: Text, tell: Callable[..., None]) -> dict[str, Any]:
-    """The row of a reference, with this rank's times."""
+    """Measure a reference, and return its row with this rank's times."""
     begin, stage = time.perf_counter(), "training"
     trainer = _Trainer(reference, setting, text, lambda: tell(what=stage))
     sums = trainer.train(setting.train_steps)
@@ -282,7 +290,7 @@ def _measured(reference: str, setting: Setting, text: Text, tell: Callable[..., 
 
 
 def _merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row of what each rank measured: the slowest rank's times, everyone's bytes on average."""
+    """Merge the rows of all ranks into one, with the slowest rank's times and the mean bytes."""
     found = rows[0]
     for name, plan in found["plans"].items():
         parts = [row["plans"][name] for row in rows]

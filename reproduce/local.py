@@ -1,36 +1,43 @@
-"""Updates or gradients: what is kept of the loss when ranks send what their optimizers changed.
+"""Updates or gradients: how much loss it costs when ranks send what their optimizers changed, instead of gradients.
 
-AdamW divides by the second moments of the gradients that arrive. Behind strong compression these are not those of the
-gradients that were computed, and models become worse. ``nb.compress_updates`` lets every rank step its own optimizer,
-and averages what the optimizers changed: after every step, or after every n steps, as DiLoCo (Douillard et al. 2023,
-arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706) do. Rows of one table differ in what is sent:
+AdamW divides by the second moments of the gradients that arrive. Under strong compression these differ from the second
+moments of the gradients that were computed, and models become worse. With ``nb.compress_updates`` every rank steps its
+own optimizer, and what the optimizers changed is averaged: after every step, or after every n steps, as in DiLoCo
+(Douillard et al. 2023, arXiv 2311.08105) and SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706). Rows of one table differ
+in what is sent:
 
 * *gradients*, averaged and then given to AdamW: without compression (*dense*, which all others are compared with), in 4
   bits, as signs, the largest hundredth of them, or as factors of rank 4;
-* *updates* after every step, along a length that is measured, or with length 1, or, where few elements are sent,
-  with residuals in place, each element along the mean over those that sent it;
-* *updates* after every three steps, in 2 bits along that length, and uncompressed with DiLoCo's outer step;
-* *updates* after every 15 or 30 steps: by DiLoCo (nothing compressed, an outer SGD with momentum), by Streaming DiLoCo
-  (Douillard et al. 2025, arXiv 2501.18512: 4 bits, three fragments in turn, each on its way for two steps; rounds of 15
-  alone), by SparseLoCo (a 64th in tiles, 2 bits, a residual that decays, a plain outer step), and with the same bytes
-  by what this library has: no tiles, a residual that stays, and the length that is measured (rounds of 15 alone); the
-  same with residuals in place, each element along the mean over those that sent it; a 16th like that; and all elements
-  in 2 bits with residuals in place and DiLoCo's outer step;
-* *nothing*: each rank trains by itself on its share of the data. What is sent is worth something only where the loss
-  is below that of this row; claims ask it of rounds and of the largest hundredth;
-* rounds for more steps than gradients have, as slow links have time for; and on the other text some rows for fewer
-  steps, in which rounds cost more;
-* other optimizers, each compared with its own run without compression: Muon and SGD with momentum; and replicas of two
+* *updates* after every step: scaled by a measured length, or with length 1, or, where few elements are sent, with
+  residuals in place and each element averaged over the ranks that sent it;
+* *updates* after every three steps: in 2 bits scaled by the measured length, or uncompressed with DiLoCo's outer step;
+* *updates* after every 15 or 30 steps:
+
+  * by DiLoCo: no compression, an outer SGD with momentum;
+  * by Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): 4 bits, three fragments in turn, each in transit for
+    two steps; rounds of 15 only;
+  * by SparseLoCo: a 64th of the elements, selected in tiles, 2 bits, a residual that decays, a plain outer step;
+  * by this library's own settings with the same bytes: no tiles, a residual that does not decay, and the measured
+    length; rounds of 15 only;
+  * the same with residuals in place, and each element averaged over the ranks that sent it; and a 16th of the elements
+    like that;
+  * all elements in 2 bits with residuals in place and DiLoCo's outer step;
+* *nothing*: each rank trains by itself on its share of the data. Sending is worthwhile only where the loss is below the
+  loss of this row; claims ask whether it is, for rounds and for the largest hundredth;
+* rounds for more steps than gradients have, since slow links leave time for them; and on the other text some rows for
+  fewer steps, with which rounds cost more;
+* other optimizers, Muon and SGD with momentum, each compared with its own run without compression; and replicas of two
   ranks each, sharded by FSDP2.
 
-*Traffic* is what a rank sends, against DDP in float32: a ring all-reduce of the gradients in every step, which takes
-2·(N − 1)/N · 4 bytes per element among N ranks. All claims mean that. It is not how much smaller payloads are: one that
-is gathered is sent N − 1 times, so among four ranks its traffic has half that ratio.
+*Traffic*, in all claims, is the bytes that a rank sends, compared with DDP in float32: a ring all-reduce of the
+gradients in every step, which takes 2·(N − 1)/N · 4 bytes per element among N ranks. Traffic shrinks less than payloads
+do: a payload that is gathered is sent N − 1 times, so among four ranks the ratio of its traffic is half the payload's.
 
-The learning rate of each kind is to be the best of several, half and twice as much among them, by a seed of its own; a
-claim of each says whether it is. Kinds are gradients, updates, rounds of many steps, and nothing, each without
-compression; compressed gradients and sparse updates of every step, each by the row of the largest hundredth; and
-updates of every step in 1 or 2 bits, by the row of signs.
+The learning rate of each kind of row should be the best of several, among them half and twice the rate, with a seed of
+its own; a claim for each kind says whether it is. Kinds are gradients, updates, rounds of many steps, and nothing, each
+tried without compression; compressed gradients and sparse updates of every step, each tried on the row of the largest
+hundredth; updates of every step in 1 or 2 bits, tried on the row of signs; and rounds of three steps, tried on the row
+in 2 bits.
 
 Run ``python -m reproduce.local`` (an hour and a half on two cores), ``--long`` (with signs, rounds of 30 steps,
 other optimizers, the choice of learning rates and another text: six hours more), ``--quick`` (seconds), ``--help``.
@@ -89,18 +96,18 @@ from reproduce.report import COLUMNS, Column, Layout, Opening, score_panel, sent
 
 __all__ = ["EXPERIMENT"]
 
-#: What claims ask for: losses as shares of another's, and how many times less traffic.
+#: Thresholds of claims: by what share a loss may be above another, and how many times less traffic there must be.
 _KEPT, _LESS = 0.01, 25
 _KEPT_TOP, _LESS_TOP = 0.03, 70
 _KEPT_ROUNDS = 0.005
 
-#: Steps of a round → how many times less traffic. A 64th of the elements has 1,400 and 2,700 times less.
+#: Steps of a round → how many times less traffic claims ask for. A 64th of the elements has 1,400 and 2,700 times less.
 _LESS_ROUNDS = {15: (150, 400, 1000), 30: (150, 400, 2000)}
 
-#: What traffic is compared with, as claims say it.
+#: What traffic is compared with, in the words of claims.
 _THAN_DDP = "times less traffic than DDP in float32"
 
-#: Bytes that count as equal.
+#: Bytes that differ by at most this share count as equal.
 _CLOSE = 0.1
 
 # ---- claims ----------------------------------------------------------------------------------------------------------
@@ -125,7 +132,7 @@ def _claims(found: Sequence[Group]) -> list[Claim]:
 
 
 def _of_task(found: Sequence[Group], task: str) -> Iterator[Claim]:
-    """Claims about rows that the text has."""
+    """Yield the claims about the rows of a text."""
     rows = {recipe.row.name for recipe in RECIPES if recipe.row.task == task}
     all_rounds = [every for every in ROUNDS if DILOCO.format(every) in rows]
     yield _near(found, task, less=_LESS, kept=_KEPT)
@@ -161,7 +168,7 @@ def _better(own: Group, other: Group) -> Finding:
 
 
 def _far(found: Sequence[Group], task: str, every: int, less: int) -> Claim:
-    """Of rounds that send so little, the best, beside those that do not compress."""
+    """Compare the best rounds with at least ``less`` times less traffic with DiLoCo's, which do not compress."""
     text = (
         f"{task}: every {every} steps with at least {less:,} {_THAN_DDP}: the loss of the best such row is at "
         f"most {_KEPT_ROUNDS:.1%} above that of DiLoCo, which does not compress"
@@ -178,22 +185,22 @@ def _far(found: Sequence[Group], task: str, every: int, less: int) -> Claim:
 
 
 def _told(claim: Claim, finding: Finding, own: Sequence[Group]) -> Claim:
-    """The claim with what was found of rows, the best of which comes first and is named."""
+    """Add verdict and figures to a claim; they name the first of the rows, which is the best."""
     judged = claimed(claim.text, finding, _figures(own))
     found = f"{_apart(finding)}: {shortly(own[0].name)} ({_traffic(own[0])})"
     return replace(claim, held=judged.held, figures=judged.figures, resolved=judged.resolved, found=found)
 
 
 def _apart(finding: Finding) -> str:
-    """The difference, and its seeds."""
+    """Return a finding's difference and its seeds."""
     return finding.figures[0].rpartition(": ")[2]
 
 
 def _best(found: Sequence[Group], task: str, names: Sequence[str], beside: Group, *, less: float) -> Group:
-    """Of rows with so many times less traffic, the one of the least loss.
+    """Return the row with the least loss among those with at least ``less`` times less traffic.
 
     Raises:
-        LookupError: none is there, or none sends so little.
+        LookupError: no such row was trained, or none sends so little.
     """
     there = [group for name in names if (group := named(found, task, name)) is not None]
     if not there:
@@ -206,7 +213,7 @@ def _best(found: Sequence[Group], task: str, names: Sequence[str], beside: Group
 
 
 def _loss(own: Group, other: Group) -> Difference:
-    """How far a row's loss is from another's, as a share of that. Scores are perplexities."""
+    """Return how far a row's loss is from another's, as a share of the other's. Scores are perplexities."""
     return compared(own, other, relative=True, of=math.log)
 
 
@@ -242,12 +249,12 @@ def _bytes(group: Group) -> str:
 
 
 def _traffic(group: Group) -> str:
-    """In few words."""
+    """Say in few words how much less traffic a row has."""
     return NOTHING if group.ratio is None else f"{group.ratio:,.0f} times less traffic"
 
 
 def _near(found: Sequence[Group], task: str, *, less: float, kept: float, rounds: bool = False) -> Claim:
-    """Of rows of every step that send so little, or of rounds, too, the best."""
+    """Compare the best updates with at least ``less`` times less traffic with dense; with ``rounds``, rounds count."""
     names = [SIGN_IN_PLACE, TWO_BITS, TOP, TOP_6, TOP_2]
     if rounds:
         names += [SHORT, *(kind.format(every) for every in ROUNDS for kind in (TWO_BIT_ROUNDS, SIXTEENTH, IN_PLACE))]
@@ -268,7 +275,7 @@ def _near(found: Sequence[Group], task: str, *, less: float, kept: float, rounds
 
 
 def _better_at_equal_bytes(own: Group, other: Group) -> Finding:
-    """Where bytes are not equal, losses say nothing."""
+    """Judge whether the loss is less at equal bytes; raise LookupError where bytes are not equal."""
     times = own.sent_bytes_per_step / other.sent_bytes_per_step
     if abs(math.log(times)) > math.log1p(_CLOSE):
         raise LookupError(f"{own.name} sent {times:.2f} times what {other.name} did")
@@ -276,7 +283,7 @@ def _better_at_equal_bytes(own: Group, other: Group) -> Finding:
 
 
 def _chosen(found: Sequence[Group], task: str, kind: str) -> Claim:
-    """Whether the learning rate of a kind is the best of those that were tried."""
+    """Judge whether the learning rate of a kind is the best of those that were tried."""
     base, own = BASES[kind], RATE[task][kind]
     text = f"{task}: the learning rate of {kind}, {own:g}, is the best for {base.name} of those that were tried"
     claim = Claim(text, None, "", setup=True, topic=_LEARNING_RATES, case=_TEXTS[task], said=kind)
@@ -308,13 +315,13 @@ _PARTS = {
 _TITLES = {TASK: "tiny shakespeare as bytes, GPT", OTHER_TASK: "WikiText-2 as bytes, GPT"}
 _TEXTS = {TASK: "tiny shakespeare", OTHER_TASK: "WikiText-2"}
 
-#: Rows stand in this order, and within a kind in that in which they are named.
+#: The order of rows, by the beginning of their names. Within a kind, rows are in the order of ``_ORDER``.
 _KINDS = (DENSE, "gradients", "updates", *(f"every {every}," for every in (3, *ROUNDS)), ALONE)
 _ORDER = [*CALLED, *(recipe.row.name for recipe in RECIPES)]
 
 
 def _place(group: Group) -> tuple[int, int]:
-    """Of a row in its table."""
+    """Return a row's sort key in its table."""
     kinds = (at for at, kind in enumerate(_KINDS) if group.name.startswith(kind))
     return next(kinds, len(_KINDS)), _ORDER.index(group.name)
 
@@ -327,7 +334,7 @@ def _title(task: str, part: str) -> str:
 
 
 def _part(group: Group) -> str:
-    """Which table a row is in; those that a learning rate was chosen by are in none."""
+    """Return the key of a row's table; empty for rows that only serve to choose a learning rate."""
     name = group.name
     if ", rate " in name:
         return ""
@@ -341,7 +348,7 @@ class _Line(Group):
     """A line of a table.
 
     Attributes:
-        loss: how far its loss is from that of the row without compression and with the same optimizer, in words.
+        loss: how far the loss is from that of the uncompressed row with the same optimizer, in words.
     """
 
     loss: str = NOTHING
@@ -423,7 +430,7 @@ def _columns(_: str) -> tuple[Column, ...]:
     )
 
 
-#: Names of rows in the picture, and whether the page is about them.
+#: Row → its label in the picture, and whether the page is about this row.
 _LABELS = {
     DENSE: ("uncompressed", False),
     GRADIENT_4: ("gradients, 4 bits", False),

@@ -1,7 +1,7 @@
-"""The rows of :mod:`reproduce.local`: what is sent, when, and at which learning rate.
+"""The rows of :mod:`reproduce.local`: what ranks send, when, and at which learning rate.
 
-A name says what a row sends: the same words mean the same spec on both texts. Learning rates belong to a kind of row
-and to a text; the rows that they are chosen by are here, too.
+A row's name says what it sends: the same name means the same spec on both texts. Each kind of row has a learning rate
+per text; the rows that serve to choose it are here, too.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ __all__ = [
 
 TASK, OTHER_TASK = "shakespeare", "gpt"
 
-#: Learning rates at their peak, by text and by what is averaged, and those that each is chosen of, with a seed of its
-#: own: half of it and twice as much are among them.
+#: Text → kind of row → peak learning rate (``RATE``), and the rates that it is chosen from with a seed of its own
+#: (``RATES``); half and twice the rate are among them.
 RATE = {
     TASK: {
         "gradients": 1.6e-2, "compressed gradients": 4e-3, "updates": 3.2e-2, "compressed updates": 8e-3,
@@ -73,7 +73,7 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
         "rounds": (4e-3, 8e-3, 1.6e-2),
         "nothing": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     },
-    # Chosen in the shorter training. What sends nothing there has the first text's.
+    # Chosen in the shorter training. The kind "nothing" takes the first text's rate.
     OTHER_TASK: {
         "gradients": (8e-3, 1.6e-2, 3.2e-2),
         "compressed gradients": (2e-3, 4e-3, 8e-3),
@@ -85,13 +85,13 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
 }
 CHOOSING = (1000,)
 
-#: Seeds of all rows but those of other optimizers and of sharded replicas, which have the first.
+#: Seeds of all rows but ablations (``--ablation-seeds``) and the rows that learning rates are chosen by (``CHOOSING``).
 SEEDS = (0, 1, 2)
 
-#: Blocks of the GPT are that wide, so that its rows with three seeds each take an hour and a half.
+#: Width of the GPT's blocks, such that its rows with three seeds each take an hour and a half.
 _WIDTH = 64
 
-#: Steps of a round; and of a short one, in which DiLoCo's outer step is too long.
+#: Steps of a round; and of a short round, for which DiLoCo's outer step is too long.
 ROUNDS, _SHORT_ROUND = (15, 30), 3
 
 UPDATES, PLAIN, TWO_BITS = "updates", "updates, length 1", "updates, 2 bits"
@@ -105,19 +105,21 @@ SHARDED = "updates, 2 bits, FSDP2"
 #: Each rank trains by itself.
 ALONE = "nothing is sent"
 
-#: What has residuals in place is called so. Where elements are selected, each goes along the mean over its senders.
+#: Rows with residuals in place have names that say so. Where elements are selected, each moves by the mean over the
+#: ranks that sent it.
 IN_PLACE, SIGN_IN_PLACE = f"{OURS}, in place", "updates, sign, in place"
 SIXTEENTH, TWO_BIT_ROUNDS = "every {}, top 1/16, 2 bits, in place", "every {}, 2 bits, in place"
 
 #: Rounds of a few steps.
 SHORT, _SHORT_DILOCO = TWO_BIT_ROUNDS.format(_SHORT_ROUND), DILOCO.format(_SHORT_ROUND)
 
-#: Some rows are trained for another number of epochs, too. More of them on the first text: on slow links there is time
-#: for more steps. Fewer on the other, 819 steps for 2,184: whether short training has time for rounds.
+#: Text → name and number of epochs of a second length that some rows are also trained for. It is longer on the first
+#: text, because slow links leave time for more steps. It is shorter on the other, 819 steps for 2,184, to see whether
+#: short training has time for rounds.
 OTHER_LENGTH = {TASK: ("longer", 10), OTHER_TASK: ("shorter", 3)}
 _OTHER_EPOCHS = 8
 
-#: SparseLoCo's published settings: a 64th of every tile of 64×64, in 2 bits, behind a residual that decays.
+#: SparseLoCo's published settings: a 64th of every tile of 64×64, in 2 bits, with a residual that decays.
 _PUBLISHED = "topk:density=0.015625,values=int2,tile=64x64+ef:decay=0.95"
 _UNTILED = "topk:density=0.015625,values=int2+ef"
 
@@ -133,7 +135,7 @@ _DENSE = Row(
 
 
 def _kind(row: Row) -> str:
-    """Which learning rate a row has."""
+    """Return the kind of a row, which decides its learning rate."""
     if row.isolated:
         return "nothing"
     if row.updates > 1:
@@ -153,7 +155,11 @@ def _gradients(name: str, spec: str, small: str = "uncompressed") -> Row:
 
 
 def _collective(spec: str) -> Literal["scatter_reduce", "auto"]:
-    """Signs and the like are added up on their way in models from about a million parameters on, and here, too."""
+    """Return the collective of a spec.
+
+    In models of about a million parameters and more, signs and uniform codes are added up on the way. This model is
+    smaller, so the collective is set to do the same here.
+    """
     return "scatter_reduce" if spec.startswith(("sign", "uniform")) else "auto"
 
 
@@ -184,7 +190,7 @@ def _rounds(every: int, turn: int) -> Iterator[Recipe]:
 
 
 def _one_round() -> Iterator[Recipe]:
-    """What the shorter rounds alone have."""
+    """Yield the rows that only the shorter rounds have."""
     every = ROUNDS[0]
     yield Recipe(_updates(OURS.format(every), _UNTILED, every=every), turn=1)
     streaming = _updates(_STREAMING.format(every), "qsgd:bits=4", every=every, outer="nesterov")
@@ -203,7 +209,7 @@ def _others() -> Iterator[Recipe]:
 
 
 def at_other_length(task: str, name: str) -> str:
-    """The name of a row that is trained for another number of epochs."""
+    """Return the name of a row that is trained for another number of epochs."""
     return f"{name}, {OTHER_LENGTH[task][0]}"
 
 
@@ -212,7 +218,7 @@ def _at_other_length(row: Row) -> Row:
 
 
 def candidate(base: str, rate: float) -> str:
-    """The name of a row that a learning rate is chosen by."""
+    """Return the name of a row that serves to choose a learning rate."""
     return f"{base}, rate {rate:g}"
 
 
@@ -243,7 +249,7 @@ _AVERAGED = (
     ),
 )
 
-#: What is averaged → the row that its learning rate is chosen by.
+#: Kind of row → the row that its learning rate is chosen with.
 BASES = {
     "gradients": _DENSE,
     "compressed gradients": _gradients(GRADIENT_TOP, "topk:density=0.01+ef", small="fused"),
@@ -279,7 +285,10 @@ def _other_lengths() -> Iterator[Recipe]:
 
 
 def _other_text() -> Iterator[Recipe]:
-    """What the first text has without being asked for more, but for residuals apart, and rounds of 30 steps."""
+    """Yield the other text's rows: rounds of 30 steps, and the first text's rows without ``--long``.
+
+    Rounds with residuals apart are left out.
+    """
     rounds = [row.row.name for row in _rounds(ROUNDS[1], turn=2)]
     for recipe in _AVERAGED:
         name = recipe.row.name

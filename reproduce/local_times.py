@@ -1,13 +1,13 @@
 """Seconds until a loss is reached, behind slow links: gradients, compressed gradients, updates, and rounds of updates.
 
 A method that sends less may need more steps. What counts is the product: steps until the loss is reached, times the
-seconds of a step. The two are measured apart, as what ranks compute does not depend on how fast they send it:
+seconds of a step. The two factors are measured apart, because what ranks compute does not depend on how fast they send:
 
-* *steps* come from the record of ``reproduce.local``: the model's held-out loss after every epoch, on the way to the
-  loss that DDP without compression ends with, plus one per cent, for each seed that both have. Between two epochs the
-  loss is interpolated;
-* *seconds* come from the same training, some steps of it, behind emulated links: four ranks on this machine, each with
-  a link of its own. What a step takes that sends nothing says how much of the time is computing.
+* *steps* come from the record of ``reproduce.local``, which has the held-out loss after every epoch. The loss to reach
+  is the one that DDP without compression ends with, plus one per cent, for each seed that both have. Between two epochs
+  the loss is interpolated;
+* *seconds* are measured on some steps of the same training behind emulated links: four ranks on this machine, each with
+  a link of its own. The time of a step that sends nothing shows how much of the time is computing.
 
 Run ``python -m reproduce.local_times`` (half an hour on two idle cores; needs what ``narrowband lab`` needs: Linux and
 root), ``--rates none --quick`` (seconds, anywhere), ``--help``.
@@ -46,7 +46,7 @@ __all__ = ["METHODS", "Line", "Options", "lines", "main", "page", "steps_to"]
 _MODULE = "local_times"
 _TASK = "shakespeare"
 
-#: What is timed → the row of ``reproduce.local`` whose steps count for it.
+#: Method that is timed → the row of ``reproduce.local`` that its number of steps comes from.
 METHODS: dict[str, str] = {
     "gradients, 32 bits": DENSE,
     "gradients, 16 bits": DENSE,
@@ -65,10 +65,10 @@ _SIXTEEN = "gradients, 16 bits"
 #: The row that sends nothing.
 COMPUTING = "computing alone"
 
-#: Steps that are not timed, and that are: both hold whole rounds.
+#: Numbers of untimed and of timed steps; both are whole rounds.
 _FIRST, _STEPS = 30, 60
 
-#: The loss that counts as reached: that of the dense row, and this much more.
+#: The loss counts as reached when it is at most this share above the dense row's last loss.
 _MORE = 0.01
 
 
@@ -103,15 +103,15 @@ class Line:
     """One method at one rate.
 
     Attributes:
-        rate: of every link.
-        method: as in :data:`METHODS`, or :data:`COMPUTING`.
+        rate: rate of every link.
+        method: a key of :data:`METHODS`, or :data:`COMPUTING`.
         step_s: mean seconds of a step, rounds included.
-        computing: a step that sends nothing, as a share of this one.
-        sent_bytes: of a rank, per step.
-        steps: until the loss is reached, seed by seed: that of DDP's row with the same seed. Empty where one seed does
-            not reach it, or the record lacks the row.
-        faster: than DDP in 32 bits, seed by seed; empty as above.
-        trained: steps after which the loss was looked at last; 0: the record lacks the row.
+        computing: time of a step that sends nothing, as a share of this method's step.
+        sent_bytes: bytes that a rank sends per step.
+        steps: seed → steps until the loss is reached, which is that of DDP's row with the same seed. Empty where one
+            seed does not reach it, or the record lacks the row.
+        faster: seed → how many times faster than DDP in 32 bits; empty in the same cases.
+        trained: steps after which the loss was last measured; 0: the record lacks the row.
     """
 
     rate: str
@@ -125,27 +125,27 @@ class Line:
 
     @property
     def seconds(self) -> float | None:
-        """Until the loss is reached: the mean over seeds of steps, times the seconds of one."""
+        """Return the seconds until the loss is reached: mean steps over seeds, times the seconds of a step."""
         return self.step_s * statistics.mean(self.steps.values()) if self.steps else None
 
     @property
     def factor(self) -> str:
-        """How many times faster than DDP in 32 bits: the mean over seeds, ± half of its interval at 95 %."""
+        """Say how many times faster than DDP in 32 bits: the mean over seeds, ± half of its 95 % interval."""
         values = list(self.faster.values())
         if not values:
             return NOTHING
         said = f"{statistics.mean(values):.1f}"
-        if math.isclose(min(values), max(values)):  # of one seed, or the same steps by definition
+        if math.isclose(min(values), max(values)):  # one seed only, or equal steps by definition
             return said
         return f"{said} ± {_half(values):.1f}"
 
 
 def timed(quick: bool = False) -> list[Row]:
-    """The rows that are timed: those of ``reproduce.local`` over a short text, and one that sends nothing."""
+    """Return the rows to time: those of ``reproduce.local`` over a short text, and one that sends nothing."""
     there = {r.row.name: r.row for r in local.EXPERIMENT.recipes if r.row.task == _TASK}
     dense = there[DENSE]
     steps = 4 if quick else _FIRST + _STEPS
-    # So many windows of 64 bytes, a batch of which is a step; the offset of an epoch takes up to one more.
+    # A step reads a batch of windows of 64 bytes; the random offset of an epoch takes up to one window more.
     limit = 64 * (steps * dense.batch + 1) + 64
     rows = [replace(there[DENSE if name == _SIXTEEN else of], name=name) for name, of in METHODS.items()]
     rows = [replace(row, spec="fp16") if row.name == _SIXTEEN else row for row in rows]
@@ -155,12 +155,12 @@ def timed(quick: bool = False) -> list[Row]:
 
 
 def steps_to(target: float, scores: Sequence[float | None], steps: int) -> float | None:
-    """Steps until the loss is at most ``target``, or None.
+    """Return the number of steps until the loss is at most ``target``, or None if it never is.
 
     Args:
-        target: in nats.
-        scores: perplexities after each epoch; None where it is not finite.
-        steps: of all epochs together.
+        target: loss in nats.
+        scores: perplexity after each epoch; None where it is not finite.
+        steps: number of steps of all epochs together.
 
     Example:
         >>> steps_to(2.0, [math.exp(3.0), math.exp(1.0)], 200)
@@ -179,10 +179,10 @@ def steps_to(target: float, scores: Sequence[float | None], steps: int) -> float
 
 
 def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]], losses: Sequence[Mapping[str, Any]]) -> list[Line]:
-    """What rows come to together.
+    """Combine timed steps and recorded losses into lines.
 
     Args:
-        rows: rate → what :func:`reproduce.training.run` returned of :func:`timed`.
+        rows: rate → results that :func:`reproduce.training.run` returned for the rows of :func:`timed`.
         losses: the rows of ``reproduce.local``'s record.
     """
     known: dict[str, dict[int, Mapping[str, Any]]] = {}
@@ -222,14 +222,14 @@ def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]], losses: Sequence[Mapp
 
 
 def _lengths(name: str) -> tuple[str, str]:
-    """A row, and the same trained for another number of epochs."""
+    """Return the names of a row and of the same row trained for another number of epochs."""
     return name, at_other_length(_TASK, name)
 
 
 def _reached(
     known: Mapping[str, Mapping[int, Mapping[str, Any]]], of: str, targets: Mapping[int, float]
 ) -> dict[int, float]:
-    """Seed → steps until the loss is reached, of the shortest training that reaches it with every seed it has."""
+    """Return seed → steps until the loss is reached, in the shortest training that reaches it with all its seeds."""
     for name in _lengths(of):
         paired = {seed: told for seed, told in known.get(name, {}).items() if seed in targets}
         steps = {seed: steps_to(targets[seed], told["scores"], told["steps"]) for seed, told in sorted(paired.items())}
@@ -264,7 +264,7 @@ def _cells(line: Line) -> tuple[str, ...]:
 
 
 def _resolved(line: Line, least: Line) -> bool:
-    """Whether seeds tell apart the times of a method and of the one that was first."""
+    """Return whether the method is slower than the fastest one beyond the noise between seeds."""
     apart = [
         least.step_s * steps / (line.step_s * line.steps[seed])
         for seed, steps in least.steps.items()
@@ -274,7 +274,7 @@ def _resolved(line: Line, least: Line) -> bool:
 
 
 def _half(values: Sequence[float]) -> float:
-    """Half of the interval of a mean, at 95 %."""
+    """Return half of the 95 % interval of a mean."""
     return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -285,7 +285,7 @@ def _steps(by_seed: Mapping[int, float]) -> str:
 
 
 def _links(rate: str) -> str:
-    """Behind what ranks were."""
+    """Name the links that ranks were behind."""
     return "loopback" if rate == "none" else f"links of {format_rate(parse_rate(rate))}"
 
 
@@ -320,11 +320,11 @@ def _panels(found: Sequence[Line]) -> list[Panel]:
 
 
 def page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a record.
+    """Write the page of results.
 
     Args:
-        record: what is in ``summary.json``.
-        path: of the page.
+        record: the content of ``summary.json``.
+        path: where to write the page.
     """
     found = lines(record["rows"], record["losses"])
     panels = _panels(found)

@@ -1,6 +1,6 @@
-"""What pages call the rows of :mod:`reproduce.local`: in full where there is room, and in short where there is not.
+"""Names of the rows of :mod:`reproduce.local` on pages: full names where there is room, short names elsewhere.
 
-Rows without a name of their own here are called as in the record, but for what that calls dense.
+Rows without a name here keep the record's, with "dense" replaced by "uncompressed".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reproduce.local_rows import (
 
 __all__ = ["CALLED", "LEGEND", "shortly"]
 
-#: Rounds, in full and in short.
+#: Row of rounds → its full name and its short name.
 _ROUNDS = {
     DILOCO: ("uncompressed, with DiLoCo's outer step", "uncompressed (DiLoCo)"),
     TWO_BIT_ROUNDS: ("2 bits, residuals in place, with DiLoCo's outer step", "2 bits"),
@@ -50,7 +50,7 @@ def _rounds(at: int) -> Iterator[tuple[str, str]]:
             yield name.format(every), f"{begins}, {called[at]}"
 
 
-#: Row of ``reproduce.local`` → what it is called in full.
+#: Row of ``reproduce.local`` → its full name.
 CALLED = {
     DENSE: "gradients, uncompressed",
     GRADIENT_4: "gradients, 4 bits",
@@ -80,7 +80,7 @@ _SHORT = {
 
 
 def shortly(name: str) -> str:
-    """What a claim calls a row.
+    """Return a row's name in claims.
 
     Example:
         >>> shortly("every 15, top 1/16, 2 bits, in place")
@@ -89,7 +89,7 @@ def shortly(name: str) -> str:
     return _SHORT.get(name) or plain(CALLED.get(name, name))
 
 
-#: Words in the names of rows.
+#: Words in the names of rows, explained.
 LEGEND = (
     ("gradients, updates, every n", "what is averaged, in every step, or after every n steps, which is a round of n"),
     ("top", "the elements of largest magnitude, a share of each layer"),
