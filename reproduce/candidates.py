@@ -71,16 +71,16 @@ _RATES = {"stream": 0.3, "adamw": 4e-3, "sgd": 0.05}
 
 @dataclass(frozen=True)
 class Options:
-    """Measure what is not in the library at equal bytes with what is."""
+    """Compare methods that the library does not have with its own, at equal bytes."""
 
     ranks: int = 4
-    """That the process plays."""
+    """Ranks that the process simulates."""
     steps: int = 600
-    """Of a run."""
+    """Training steps of a run."""
     batch: int = 16
     """Windows of 64 bytes per step, over all ranks."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of parameters, order of samples and rounding."""
+    """Seeds of parameters, order of samples and rounding."""
     data_dir: Path | None = None
     """Folder with the data; else NARROWBAND_DATA names it; else sets are downloaded."""
     output: Path | None = None

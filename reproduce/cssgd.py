@@ -124,22 +124,22 @@ _QUICK_NODES, _QUICK_RATE, _QUICK_BATCH, _QUICK_LIMIT, _QUICK_STEPS = 3, "200mbi
 
 @dataclass(frozen=True)
 class Options:
-    """Train small networks behind emulated links with CSSGD, what its paper compares with, and what it does not.
+    """Train small networks behind emulated links with CSSGD, with its paper's baselines, and with two further ones.
 
     Rows that are finished are kept, each as soon as it is done: after Ctrl-C, the same command goes on from there.
     Needs Linux and root, for network namespaces.
     """
 
     nodes: int = 4
-    """Ranks that train; ASGD has a server more."""
+    """Ranks that train; ASGD has a server in addition."""
     figure_nodes: int = 8
-    """Ranks for a batch's time against r."""
+    """Ranks with which a batch's time is measured against r."""
     slow: str | None = None
     """Rate of links on which communication dominates; 50mbit for the DNN and 20mbit for the CNN when left out."""
     fast: str = "10gbit"
-    """Rate of links on which it should not."""
+    """Rate of links on which communication should not dominate."""
     node_counts: tuple[int, ...] = tuple(range(2, 11))
-    """Ranks of figures 14 and 15; ASGD has a server more."""
+    """Numbers of ranks in figures 14 and 15; ASGD has a server in addition."""
     tasks: tuple[str, ...] = tuple(TITLES)
     """dnn, cnn; both when left out."""
     sections: tuple[str, ...] = SECTIONS
@@ -151,8 +151,8 @@ class Options:
     asgd_lr: float | None = None
     """Learning rate of ASGD, whose gradients are of fewer samples and come late; the task's own when left out."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of parameters and of the order of samples: of ASGD, and of what is trained in one process. Other rows have the
-    first, since the steps of synchronous methods take as long with any."""
+    """Seeds of parameters and of the order of samples, for ASGD and for rows trained in one process. Other rows have
+    the first seed only, since a step of a synchronous method takes as long with any seed."""
     limit_s: float = 300.0
     """Seconds after which the training of a row is given up."""
     data_dir: Path | None = None

@@ -107,10 +107,10 @@ def _local() -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Options:
-    """Write what ``narrowband plan`` knows of losses, from the records in the repository. Nothing is measured."""
+    """Write the facts about losses that ``narrowband plan`` uses, from the repository's records; measure nothing."""
 
     file: Path = TARGET
-    """Where it goes."""
+    """The file to write."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

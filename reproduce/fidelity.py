@@ -145,11 +145,11 @@ _ADDED = {8: 0.01, 4: 1.0}
 
 @dataclass(frozen=True)
 class Options:
-    """How far do activations in few bits take gradients from the exact ones? Tables, per layer, for two small models.
+    """Measure how far gradients computed from activations in few bits are from the exact ones, for two small models.
 
     A gradient that is wrong by 10% may be as good as the exact one: gradients of two batches differ by far more. So
-    every table begins with another batch as a yardstick, and says how much noise the error adds to that between
-    batches. A bias does not average out over steps as noise does; it has columns of its own.
+    every table begins with another batch as a yardstick, and says how much the error adds to the noise between batches.
+    A bias does not average out over steps as noise does; it has columns of its own.
 
     Minutes on two cores. Stopped by Ctrl-C, it writes nothing.
     """
@@ -161,7 +161,7 @@ class Options:
     roundings: int = 4
     """How often the activations of each batch are rounded at random; at least 2."""
     seed: int = 0
-    """Of parameters and of the order of samples."""
+    """Seed of parameters and of the order of samples."""
     data_dir: Path | None = None
     """Folder with the data; else NARROWBAND_DATA names it; else sets are downloaded."""
     output: Path | None = None

@@ -38,15 +38,15 @@ _READ = {"gpt": 128}
 
 @dataclass(frozen=True)
 class Options:
-    """Time steps of the rows that reproduce.lgreco has trained, on emulated links: what a plan saves where it matters.
+    """Time steps of the rows that reproduce.lgreco has trained, on emulated links: how much time a plan saves there.
 
     Needs an otherwise idle machine. Rows that are finished are kept: after Ctrl-C, the same command goes on from there.
     """
 
     rate: str = "100mbit"
-    """Of every link in both directions."""
+    """Rate of every link, in both directions."""
     steps: int = 24
-    """Of each row; the median counts."""
+    """Timed steps of each row; the median counts."""
     nodes: int = 4
     """Ranks."""
     data_dir: Path | None = None

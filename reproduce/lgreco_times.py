@@ -58,7 +58,8 @@ _MODULE = "lgreco_times"
 
 @dataclass(frozen=True)
 class Options:
-    """Measure what a byte of each bucket costs, and time plans for bytes, for these seconds, and for a guess of them.
+    """Measure the seconds that a byte of each bucket costs, and time L-GreCo's plans for bytes, for these seconds, and
+    for the paper's priority of buckets.
 
     Needs an otherwise idle machine. References that are finished are kept: after Ctrl-C, the same command goes on with
     the rest. To try it without emulated links, and without root: --rate none --quick.
@@ -67,19 +68,19 @@ class Options:
     references: tuple[str, ...] = ("powersgd:rank=4", "topk:density=0.01+ef")
     """Specs for all layers; each sets a budget of errors, and layers choose from bits, ranks or densities around it."""
     rate: str = "100mbit"
-    """Of every link in both directions; none: ranks on loopback, unshaped, where nothing is learnt of links."""
+    """Rate of every link, in both directions; none: ranks on loopback, unshaped, which says nothing about links."""
     nodes: int = 4
     """Ranks on this machine."""
     samples: int = 48
-    """Compression of buckets is drawn by chance so many times, for the regression."""
+    """Samples of the regression; for each, the compression of buckets is drawn at random."""
     steps: int = 6
     """Timed steps of each sample, and of each plan in each round; the median counts."""
     rounds: int = 12
-    """In which the plans take turns; they are compared round by round."""
+    """Rounds in which the plans take turns; plans are compared round by round."""
     message_nbytes: int = 0
-    """Buckets travel together until a rank has so many bytes to send; 0: each by itself, as in the paper."""
+    """Buckets are sent together until a rank has this many bytes to send; 0: each by itself, as in the paper."""
     seed: int = 0
-    """Of parameters, data and what is drawn."""
+    """Seed of parameters, data and random choices."""
     output: Path | None = None
     """Directory of the result; reproduce/results/lgreco_times when left out."""
     resume: bool = True

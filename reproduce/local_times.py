@@ -74,14 +74,14 @@ _MORE = 0.01
 
 @dataclass(frozen=True)
 class Options:
-    """Time steps behind emulated links, and say how long each method takes to a loss.
+    """Time steps behind emulated links, and say how long each method takes to reach a loss.
 
     Needs an otherwise idle machine, and the record of reproduce.local. Rows that are finished are kept: after Ctrl-C,
     the same command goes on from there.
     """
 
     rates: tuple[str, ...] = ("20mbit", "100mbit", "500mbit")
-    """Of every link in both directions; none: ranks on loopback, unshaped."""
+    """Rates of every link, in both directions; none: ranks on loopback, unshaped."""
     nodes: int = 4
     """Ranks on this machine."""
     data_dir: Path | None = None
