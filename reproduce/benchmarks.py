@@ -46,7 +46,7 @@ _FILES = {
 #: The record with the losses of codecs under common optimizers.
 _LOSSES = Path(__file__).parent / "results" / "optimizers" / "summary.json"
 
-#: What the front page shows, and what it is called there.
+#: Codec that the front page shows → its label there.
 _FRONT = {
     "none": "uncompressed",
     "fp16": "16 bits",

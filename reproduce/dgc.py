@@ -71,8 +71,9 @@ _LSTM_DGC = replace(
     warmup_epochs=1,
 )
 
-#: Thresholds of claims: the most points of accuracy lost that count as kept; the points that plain sparsification loses
-#: in the paper; the share of perplexity that counts as kept; and the least of the paper's ratios of bytes.
+#: Thresholds of claims: accuracy counts as kept if it is lower by at most this many points; plain sparsification should
+#: lose more than this many; perplexity counts as kept if it is higher by at most this share; and the least of the
+#: paper's ratios of bytes.
 _POINTS_KEPT = 0.5
 _POINTS_LOST = 1.0
 _PERPLEXITY_KEPT = 0.01

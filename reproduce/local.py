@@ -22,6 +22,7 @@ in what is sent:
   * the same with residuals in place, and each element averaged over the ranks that sent it; and a 16th of the elements
     like that;
   * all elements in 2 bits with residuals in place and DiLoCo's outer step;
+
 * *nothing*: each rank trains by itself on its share of the data. Sending is worthwhile only where the loss is below the
   loss of this row; claims ask whether it is, for rounds and for the largest hundredth;
 * rounds for more steps than gradients have, since slow links leave time for them; and on the other text some rows for
