@@ -75,6 +75,7 @@ _SHORT = {
     TOP_6: "updates, largest 6 % in 2 bits",
     TOP_2: "updates, largest 2 % in 2 bits",
     SHORT: "rounds of 3, 2 bits",
+    f"every {ROUNDS[0]}, Streaming DiLoCo": f"rounds of {ROUNDS[0]}, Streaming DiLoCo",
     **dict(_rounds(1)),
 }
 

@@ -436,7 +436,7 @@ def _faster(text: str, steps: Mapping[str, Step], one: str, other: str | None) -
         for name in (one, other)
         if name
     )
-    figures = f"{told}; {'round by round' if other else f'beside {1 / _HALF:g}'} {apart.figure()}"
+    figures = f"{told}; {f'round by round {apart.figure()}' if other else f'{apart.figure()} from {1 / _HALF:g} times'}"
     return claimed(text, Finding(apart.better().held), figures)
 
 
