@@ -20,7 +20,7 @@ from tests.gradients.training import adamw, flat, heard, loss_of, mlp, refusal, 
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
 from tests.updates.test_rounds import Deriving
-from tests.updates.training import begin
+from tests.updates.training import begin, whole_and_resumed
 
 # ---- how a model is divided ------------------------------------------------------------------------------------------
 
@@ -292,22 +292,10 @@ def test_replicas_that_differ_in_a_fragment_are_an_error(overlap):
 
 
 def resumed(rank, world_size, stop, overlap, outer):
-    """Parameters of a run, and of one that is stopped after ``stop`` steps and goes on elsewhere."""
     options = {"every": 6, "fragments": 2, "overlap": overlap, "outer": outer}
-    whole, optimizer, _ = begin("topk:density=0.1+ef", **options)
-    train(whole, rank, range(16), optimizer)
-    model, optimizer, handle = begin("topk:density=0.1+ef", **options)
-    train(model, rank, range(stop), optimizer)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
-    train(model, rank, range(50, 59), optimizer)  # what comes after does not matter
-    again, optimizer, handle = begin("topk:density=0.1+ef", **options)
-    train(again, rank, range(70, 74), optimizer)  # nor does what was before
-    again.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    handle.load_state_dict(saved[2])
-    train(again, rank, range(stop, 16), optimizer)
+    whole, again, saved, handle = whole_and_resumed(rank, options, stop, until=16)
     rounds = handle.state_dict()["step"]  # those under way have been sent then
-    return torch.equal(flat(whole), flat(again)), saved[2]["updates"]["under way"] is not None, rounds
+    return torch.equal(whole, again), saved["updates"]["under way"] is not None, rounds
 
 
 @pytest.mark.parametrize(

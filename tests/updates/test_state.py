@@ -12,25 +12,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from tests.gradients.training import flat, refusal, sgd, train
 from tests.ranks import run_ranks
 from tests.thorough import thorough
-from tests.updates.training import begin, nesterov
+from tests.updates.training import begin, nesterov, whole_and_resumed
 
 
 def resumed(rank, world_size, stop, outer):
-    """Parameters of a run of eight steps, and of one that is stopped after ``stop`` and goes on elsewhere."""
-    outer = nesterov if outer == "nesterov" else outer
-    options = {"every": 3, "outer": outer}
-    whole, optimizer, _ = begin("topk:density=0.1+ef", **options)
-    train(whole, rank, range(8), optimizer)
-    model, optimizer, handle = begin("topk:density=0.1+ef", **options)
-    train(model, rank, range(stop), optimizer)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
-    train(model, rank, range(50, 54), optimizer)  # what comes after does not matter
-    again, optimizer, handle = begin("topk:density=0.1+ef", **options)
-    again.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    handle.load_state_dict(saved[2])
-    train(again, rank, range(stop, 8), optimizer)
-    return torch.equal(flat(whole), flat(again)), bool(saved[2]["updates"]["anchor"]), handle.step
+    options = {"every": 3, "outer": nesterov if outer == "nesterov" else outer}
+    whole, again, saved, handle = whole_and_resumed(rank, options, stop, until=8)
+    return torch.equal(whole, again), bool(saved["updates"]["anchor"]), handle.step
 
 
 @pytest.mark.parametrize("outer", [*thorough(1.0), "nesterov", "auto"])

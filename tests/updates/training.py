@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 import narrowband as nb
-from tests.gradients.training import adamw, mlp
+from tests.gradients.training import adamw, flat, mlp, train
 
 
 def nesterov(parameters):
@@ -16,3 +18,22 @@ def begin(spec, model=None, optimizer=None, **options):
     model = model or mlp()
     optimizer = (optimizer or adamw)(model)
     return model, optimizer, nb.compress_updates(model, optimizer, spec, **{"min_numel": 64, **options})
+
+
+def whole_and_resumed(rank, options, stop, until):
+    """Parameters after ``until`` steps; those of a run that stops after ``stop`` steps and goes on elsewhere; the state
+    of the handle that was saved there; and the handle that loaded it.
+    """
+    whole, optimizer, _ = begin("topk:density=0.1+ef", **options)
+    train(whole, rank, range(until), optimizer)
+    model, optimizer, handle = begin("topk:density=0.1+ef", **options)
+    train(model, rank, range(stop), optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+    train(model, rank, range(50, 59), optimizer)  # what comes after does not matter
+    again, optimizer, handle = begin("topk:density=0.1+ef", **options)
+    train(again, rank, range(70, 74), optimizer)  # nor does what was before
+    again.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    handle.load_state_dict(saved[2])
+    train(again, rank, range(stop, until), optimizer)
+    return flat(whole), flat(again), saved[2], handle
