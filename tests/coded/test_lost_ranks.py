@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from unittest.mock import patch
@@ -69,10 +70,31 @@ class KilledOrCut(KilledWhileSending, Cut):
     """Either, or neither."""
 
 
-def live(pipe, rank, store, fates, naps, cuts, rejoin_steps):
-    """One rank's training. A fate is the step before which a rank is killed, or begins to be, after some datagrams; a
-    cut is one from which on it is cut off for some seconds.
+@dataclass
+class Script:
+    """What happens to which rank, and before which of its steps.
+
+    Attributes:
+        fates: of a rank, the step before which it is killed, or after how many datagrams from there on.
+        naps: of a (rank, step), the seconds that it sleeps.
+        cuts: of a (rank, step), the seconds for which its card neither sends nor receives.
+        stops: (rank, step) that stop themselves, until the test continues them.
+        holds: (rank, step) that wait until the test releases them.
+        waits: of a rank, the step from which on it waits, before each step, while a lost rank does not ask to return.
+        rejoin_steps: see CodedDataParallel.
     """
+
+    fates: dict[int, tuple[int, int]] = field(default_factory=dict)
+    naps: dict[tuple[int, int], float] = field(default_factory=dict)
+    cuts: dict[tuple[int, int], float] = field(default_factory=dict)
+    stops: set[tuple[int, int]] = field(default_factory=set)
+    holds: set[tuple[int, int]] = field(default_factory=set)
+    waits: dict[int, int] = field(default_factory=dict)
+    rejoin_steps: int = 16
+
+
+def live(pipe, rank, store, script):
+    """One rank's training."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     def tell(message):
@@ -83,7 +105,7 @@ def live(pipe, rank, store, fates, naps, cuts, rejoin_steps):
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=limit)
     with patch.object(probe, "MulticastSocket", KilledOrCut):
         model = nb.CodedDataParallel(
-            mlp(dropout=0.2), 2, max_failures=1, silence_timeout=PATIENCE_S, rejoin_steps=rejoin_steps
+            mlp(dropout=0.2), 2, max_failures=1, silence_timeout=PATIENCE_S, rejoin_steps=script.rejoin_steps
         )
     dist.destroy_process_group()  # nothing of it is needed from here on
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -91,10 +113,16 @@ def live(pipe, rank, store, fates, naps, cuts, rejoin_steps):
         try:
             for step in range(STEPS):
                 tell(step)
-                time.sleep(naps.get((rank, step), 0.0))
-                if (rank, step) in cuts:
-                    Cut.until = time.monotonic() + cuts[rank, step]
-                at, datagrams = fates.get(rank, (None, 0))
+                time.sleep(script.naps.get((rank, step), 0.0))
+                if (rank, step) in script.stops:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if (rank, step) in script.holds:
+                    pipe.recv_bytes()
+                while step >= script.waits.get(rank, STEPS) and model.lost and not model.transport.returning:
+                    time.sleep(0.01)
+                if (rank, step) in script.cuts:
+                    Cut.until = time.monotonic() + script.cuts[rank, step]
+                at, datagrams = script.fates.get(rank, (None, 0))
                 if at == step:
                     KilledWhileSending.left = datagrams
                     if not datagrams:
@@ -140,10 +168,13 @@ class Ranks:
     def signal(self, rank, number):
         os.kill(self.processes[rank].pid, number)
 
+    def release(self, rank):
+        self._pipes[rank].send_bytes(b"go on")
+
 
 @contextlib.contextmanager
-def training(tmp_path, fates=(), naps=(), cuts=(), rejoin_steps=16) -> Iterator[Ranks]:
-    ranks = Ranks(str(tmp_path / "store"), dict(fates), dict(naps), dict(cuts), rejoin_steps)
+def training(tmp_path, **script) -> Iterator[Ranks]:
+    ranks = Ranks(str(tmp_path / "store"), Script(**script))
     try:
         yield ranks
     finally:
@@ -180,7 +211,7 @@ def assert_undisturbed(answers, expected, lost):
 def test_no_step_is_lost_with_a_rank_that_is_killed(tmp_path, expected, lost, step, datagrams):
     others = [rank for rank in range(WORLD) if rank != lost]
     slow = {(others[-1], step): 1.5 * PATIENCE_S} if not datagrams else {}  # computes while others wait: not lost
-    with training(tmp_path, {lost: (step, datagrams)}, slow) as ranks:
+    with training(tmp_path, fates={lost: (step, datagrams)}, naps=slow) as ranks:
         assert_undisturbed(ranks.answers(others), expected, lost)
         assert ranks.answers([lost]) == ["died"]
 
@@ -196,9 +227,7 @@ def test_no_step_is_lost_with_a_rank_that_is_killed_at_any_time(tmp_path, expect
 @pytest.mark.thorough
 @pytest.mark.parametrize("rejoin_steps", [1, *thorough(0)])
 def test_a_rank_that_was_stopped_for_too_long_is_told_so(tmp_path, expected, rejoin_steps):
-    with training(tmp_path, naps={(0, STEPS - 1): 5.0}, rejoin_steps=rejoin_steps) as ranks:
-        ranks.answers([2], until=lambda message: message == 3)
-        ranks.signal(2, signal.SIGSTOP)
+    with training(tmp_path, stops={(2, 3)}, holds={(0, STEPS - 1)}, rejoin_steps=rejoin_steps) as ranks:
         ranks.answers([0], until=lambda message: message == STEPS - 1)
         ranks.signal(2, signal.SIGCONT)
         ((kind, said, at_fault),) = ranks.answers([2])
@@ -206,6 +235,7 @@ def test_a_rank_that_was_stopped_for_too_long_is_told_so(tmp_path, expected, rej
         assert "the other ranks go on without this one" in said
         assert "restart all ranks from a checkpoint" in said
         assert ("it was away for too long" in said) == (rejoin_steps > 0)
+        ranks.release(0)
         answers = ranks.answers([0, 1, 3])
         messages = [message for answer in answers for message in answer[-1]]
         assert ["cannot return" in message for message in messages] == [False, True][: 1 + rejoin_steps]
@@ -213,26 +243,19 @@ def test_a_rank_that_was_stopped_for_too_long_is_told_so(tmp_path, expected, rej
 
 
 def assert_all_are_back(answers, expected, said):
-    parameters, keys = expected
-    for answer in answers:
-        assert isinstance(answer[0], torch.Tensor), answer
-        found, gone, steps, state, _ = answer
-        assert torch.equal(found, parameters)
-        assert (gone, steps, state) == ((), STEPS, keys)
+    assert all(isinstance(answer[0], torch.Tensor) for answer in answers), answers
     messages = [message for answer in answers for message in answer[-1]]
     for part, times in said.items():
         assert sum(part in message for message in messages) == times, messages
+    parameters, keys = expected
+    for found, gone, steps, state, _ in answers:
+        assert torch.equal(found, parameters)
+        assert (gone, steps, state) == ((), STEPS, keys)
 
 
 def test_ranks_that_were_stopped_return_and_end_with_the_same_bits(tmp_path, expected):
-    naps = {(1, 3): 1.0, (1, 6): 1.0}  # the others are still at it
-    with training(tmp_path, naps=naps) as ranks:
-        for lost, stopped, goes_on in (
-            (2, 1, 3),
-            (0, 5, 6),
-        ):  # rank 0 keeps what rank 2 missed, and then is lost itself
-            ranks.answers([lost], until=lambda message, step=stopped: message == step)
-            ranks.signal(lost, signal.SIGSTOP)
+    with training(tmp_path, stops={(2, 2), (0, 5)}, waits={1: 0}) as ranks:
+        for lost, goes_on in ((2, 3), (0, 6)):  # rank 0 keeps what rank 2 missed, and then is lost itself
             ranks.answers([1], until=lambda message, step=goes_on: message == step)
             ranks.signal(lost, signal.SIGCONT)
         said = {"rank 2 is lost": 1, "rank 2 is back": 1, "rank 0 is lost": 1, "rank 0 is back": 1, "this one": 2}
@@ -240,14 +263,13 @@ def test_ranks_that_were_stopped_return_and_end_with_the_same_bits(tmp_path, exp
 
 
 def test_a_rank_that_was_cut_off_returns_and_ends_with_the_same_bits(tmp_path, expected):
-    cut_s = 2.5 * PATIENCE_S
-    with training(tmp_path, naps={(3, 5): cut_s}, cuts={(1, 2): cut_s}) as ranks:
+    with training(tmp_path, cuts={(1, 2): 2.5 * PATIENCE_S}, waits={0: 5}) as ranks:
         said = {"rank 1 is lost": 1, "rank 1 is back": 1, "this one": 1, "cannot return": 0}
         assert_all_are_back(ranks.answers(range(WORLD)), expected, said)
 
 
 def test_two_ranks_that_are_killed_are_an_error_on_the_others(tmp_path):
-    with training(tmp_path, {1: (2, 0), 3: (2, 0)}) as ranks:
+    with training(tmp_path, fates={1: (2, 0), 3: (2, 0)}) as ranks:
         for kind, _, at_fault in ranks.answers([0, 2]):
             assert kind is RanksLostError
             assert at_fault

@@ -146,13 +146,13 @@ def test_a_time_out_ends_ranks_that_do_not_want_to(token: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, *thorough(signal.SIGINT)])
 def test_a_stop_signal_reaches_the_ranks_first_and_then_takes_its_course(token: str, number: signal.Signals) -> None:
     code = """
-        import signal, sys, time
+        import os, signal, sys, time
         def save(number, frame):
-            print("saved after", number); sys.exit(0)
+            os.write(1, f"saved after {number}\\n".encode()); sys.exit(0)  # print is not reentrant
         signal.signal(signal.SIGINT, save); signal.signal(signal.SIGTERM, save)
         print("ready"); time.sleep(1000)
     """
-    driver = Driver("LabConfig(nodes=2)", python(code, token))
+    driver = Driver(f"LabConfig(nodes=2, grace_s={LIMIT_S})", python(code, token))
     driver.wait_for_output(2)
     driver.process.send_signal(number)
     exit_code, output, _ = driver.finish()
@@ -164,8 +164,8 @@ def test_a_stop_signal_reaches_the_ranks_first_and_then_takes_its_course(token: 
 @needs_lab
 def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(token: str) -> None:
     code = """
-        import signal, time
-        signal.signal(signal.SIGINT, lambda number, frame: print("not now")); print("ready")
+        import os, signal, time
+        signal.signal(signal.SIGINT, lambda number, frame: os.write(1, b"not now\\n")); print("ready")
         while True: time.sleep(1000)
     """
     driver = Driver("LabConfig(nodes=2, grace_s=1000)", python(code, token))
