@@ -89,7 +89,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     fresh: bool = False,
     group: bool = True,
     grace_s: float = GRACE_S,

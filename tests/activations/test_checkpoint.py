@@ -307,7 +307,7 @@ def test_a_model_is_freed_after_backward():
 def test_each_thread_has_its_own():
     part = Counted(nn.Linear(32, 32))
     model, x = Chain(part), torch.randn(20, 32)
-    both, found = threading.Barrier(2, timeout=60), {}
+    both, found = threading.Barrier(2, timeout=180), {}
 
     def run(name, **options):
         with compress(model, **options) as saved:

@@ -362,7 +362,7 @@ def test_threads_have_passes_of_their_own():
     model, x = whole(), torch.randn(BATCH, WIDTH)
     compiled = vars(model)["forward"]
     _, wanted, _ = run(model, x, compress(model))
-    first, second = threading.Barrier(2, timeout=60), []
+    first, second = threading.Barrier(2, timeout=180), []
 
     def other():
         with compress(model, bits=4) as saved:

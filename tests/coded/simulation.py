@@ -18,7 +18,7 @@ class Simulation:
     def __init__(self, nodes):
         self.nodes = nodes
         self.buffers = [None] * nodes
-        self.barrier = threading.Barrier(nodes, timeout=30)
+        self.barrier = threading.Barrier(nodes, timeout=180)
         self.sent = [0] * nodes  # once per sender
         self.received = [0] * nodes
 

@@ -43,7 +43,7 @@ class Bench:
 
     def wait(self, jobs):
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.done) >= jobs or self.errors, timeout=40)
+            assert self.changed.wait_for(lambda: len(self.done) >= jobs or self.errors, timeout=180)
 
 
 def many_jobs(rank, world_size, seed, jobs):

@@ -74,7 +74,7 @@ def run_program(tmp_path, body):
         for rank in range(2)
     ]
     try:
-        return [(p.returncode, out, err) for p, (out, err) in [(p, p.communicate(timeout=90)) for p in ranks]]
+        return [(p.returncode, out, err) for p, (out, err) in [(p, p.communicate(timeout=240)) for p in ranks]]
     finally:
         for p in ranks:
             p.kill()

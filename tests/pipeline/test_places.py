@@ -127,7 +127,7 @@ def test_all_three_compressed_train_alike_and_average_once_in_a_step(schedule):
 def test_ddp_under_a_zero_bubble_schedule_is_refused():
     """PyTorch averages nothing in the first step, and fails in the second."""
     with pytest.raises(RankError, match="DistributedDataParallel does not hear"):
-        run_ranks(compressed, 4, "ddp", "InterleavedZeroBubble", timeout_s=30.0)
+        run_ranks(compressed, 4, "ddp", "InterleavedZeroBubble")
 
 
 def with_evaluation(rank, world_size, schedule, evaluates):
