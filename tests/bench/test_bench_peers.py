@@ -15,21 +15,21 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_a_short_run_survives_both_and_counts():
-    config = Config(peers=3, rounds=24, every=2, step_s=0.01, kill=4, rejoin=8, freeze=12, freeze_s=1.0, grace_s=0.4)
+    config = Config(peers=3, rounds=100, every=2, step_s=0.01, kill=4, rejoin=8, freeze=12, freeze_s=1.0, grace_s=0.4)
     events = []
     plain, torn = run(config, events.append)
     for row in (plain, torn):
         assert row["equal"]
-        assert row["rounds"] == 24
+        assert row["rounds"] == config.rounds
         assert row["goodput"] == pytest.approx(row["steps"] / row["seconds"])
-    all_steps = (24 - 1) * 2 * 3  # the first round is the beginning, and nobody has taken a step
+    all_steps = (config.rounds - 1) * 2 * 3  # the first round is the beginning, and nobody has taken a step
     assert 0.7 * all_steps < plain["steps"] <= all_steps  # rounds go on without a peer that a busy machine holds up
     assert plain["absent_s"] == 0
     assert torn["steps"] < all_steps
     assert torn["absent_s"] > 1.0
     assert torn["back"]["again"] >= 2
     assert torn["share"] == pytest.approx(torn["goodput"] / plain["goodput"])
-    assert [event["round"] for event in events if event["name"] == "disturbed"][-1] == 24
+    assert [event["round"] for event in events if event["name"] == "disturbed"][-1] == config.rounds
 
 
 @pytest.mark.parametrize(
