@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
+from narrowband.sharding import setup
 from tests.gradients.shards import shard, whole
 from tests.gradients.training import adamw, heard, loss_of, mlp, refusal, train_in_two_passes
 from tests.loops import asked_for_from_now
@@ -752,11 +753,87 @@ def left_as_they_are(rank, world_size):
     return said
 
 
-def test_why_nothing_is_compressed_is_said():
-    for of_norms, of_float64, of_float32 in run_ranks(left_as_they_are, 2):
-        for (said,) in (of_norms, of_float64):
-            assert "no parameter in float32, float16 or bfloat16, norms aside, has two dimensions" in said
-        assert of_float32 == []
+def test_why_nothing_is_compressed_is_said_by_one_rank():
+    (of_norms, of_float64, of_float32), others = run_ranks(left_as_they_are, 2)
+    assert not any(others)
+    for (said,) in (of_norms, of_float64):
+        assert "no parameter in float32, float16 or bfloat16, norms aside, has two dimensions" in said
+    assert of_float32 == []
+
+
+def without_anything(rank, world_size):
+    """What is said of models of which FSDP2 sends nothing, or nothing yet, and where nothing is asked for."""
+    mesh = mesh_of(world_size)
+    with torch.device("meta"):
+        empty = mlp()
+    with heard() as messages:
+        compress(shard(mlp(), mesh), gradients="none", parameters="none", min_numel=10**6)
+    nothing = fully_shard(nn.Sequential(nn.ReLU()), mesh=mesh)
+    return refusal(lambda: compress(nothing)), refusal(lambda: compress(shard(empty, mesh))), messages
+
+
+def test_models_without_parameters_or_without_their_values():
+    for nothing, empty, messages in run_ranks(without_anything, 2):
+        assert nothing[0] == empty[0] == "UnsupportedError"
+        assert "no parameter of this model is sharded among several ranks" in nothing[1]
+        assert "call to_empty()" in empty[1]
+        assert messages == []
+
+
+def refused_and_trained(rank, world_size, kind):
+    """A refusal on all ranks, and losses of the model afterwards, beside those of FSDP2 alone."""
+    model, plain = shard(mlp(), mesh_of(world_size)), shard(mlp(), mesh_of(world_size))
+    former = setup.use_all
+
+    def use_all(*arguments):
+        if rank == 1:
+            raise MemoryError("no room")
+        former(*arguments)
+
+    options = {"codec": {"gradients": f"qsgd:bits={4 + rank}"}, "min_numel": {"min_numel": 64 if rank else 10**6}}
+    if kind == "warm-up":
+        setup.use_all = use_all
+    try:
+        refused = refusal(lambda: compress(model, **FINE | options.get(kind, {})))
+    finally:
+        setup.use_all = former
+    losses = train(model, rank, range(3), adamw(model)), train(plain, rank, range(3), adamw(plain))
+    handle = compress(model, **FINE)
+    train(model, rank, range(2), adamw(model))
+    return refused, losses, handle.stats().total.steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("codec", "gradients (qsgd:bits=4 on rank 0; qsgd:bits=5 on rank 1)"),
+        ("min_numel", "compressed parameters of '0' (none on rank 0; 0.weight on rank 1)"),
+        ("warm-up", "MemoryError: no room on rank 1"),
+    ],
+)
+def test_a_model_that_was_refused_on_one_rank_is_refused_on_all_and_trains_as_before(kind, words):
+    for refused, (losses, native), steps in run_ranks(refused_and_trained, 2, kind):
+        assert refused[0] == "DisagreementError"
+        assert words in refused[1]
+        assert losses == native
+        assert steps == 2
+
+
+def parts_of_a_model(rank, world_size):
+    model = shard(mlp(), mesh_of(world_size))
+    part = compress(model[0], **FINE)
+    whole = refusal(lambda: compress(model, **FINE))
+    compress(model[3], **FINE)
+    part.remove()
+    of_another = refusal(lambda: compress(model, **FINE))
+    return whole, of_another
+
+
+def test_a_part_of_a_model_is_compressed_by_one_handle():
+    for refused in run_ranks(parts_of_a_model, 2):
+        for kind, text in refused:
+            assert kind == "UnsupportedError"
+            assert "of a part of it, is compressed already" in text
 
 
 def leaves(rank, world_size):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from narrowband.collectives import Exchange
     from narrowband.feedback import Compression
 
-__all__ = ["use_all", "use_once", "warm_up"]
+__all__ = ["raise_on_all", "use_all", "use_once", "warm_up"]
 
 #: Sides of square matrices that stand for those of a model. Several sizes, because small tensors take one thread and
 #: large ones several, and because sparse codecs sample runs of elements in tensors much larger than the sample, and
@@ -74,11 +74,20 @@ def warm_up(
                         policy.warm_up()
             except Exception as error:  # other ranks wait for this one and must be told
                 failure = error
-        _agree(agreement, failure)
+        raise_on_all(agreement, failure)
 
 
-def _agree(agreement: Agreement, failure: Exception | None) -> None:
-    """Wait for all ranks. A failure on one rank raises an error on all."""
+def raise_on_all(agreement: Agreement, failure: Exception | None) -> None:
+    """Wait for all ranks, and raise an error on all of them if the warm-up failed on any. A collective.
+
+    Args:
+        agreement: of these ranks.
+        failure: the error of this rank's warm-up, if there was one.
+
+    Raises:
+        DisagreementError: the warm-up failed on some ranks, or in different ways.
+        Exception: ``failure``, if all ranks have the same one.
+    """
     problem = "none" if failure is None else f"{type(failure).__name__}: {failure}"
     try:
         agreement.now({"call": "warm_up", "problem": problem}, "What a step runs has to run at set-up on all ranks")

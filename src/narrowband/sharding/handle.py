@@ -15,6 +15,7 @@ from torch import Tensor
 
 from narrowband.averaging.agreement import Agreement
 from narrowband.averaging.core import is_in_backward
+from narrowband.averaging.warmup import raise_on_all
 from narrowband.collectives import Peers, all_reduce_nbytes
 from narrowband.collectives.primitives import all_gather
 from narrowband.compiler import refuse_compiled_autograd, unseen
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
 
+    from narrowband.averaging.agreement import Facts
     from narrowband.averaging.saved import Saved
     from narrowband.codecs import Codec
     from narrowband.sharding.layout import Layout
@@ -69,6 +71,7 @@ class ShardCompression:
         parameters: the codec of parameters; None: they are not compressed.
         referenced: whether differences of parameters are sent.
         seed: seed of stochastic rounding.
+        failure: the error of this rank's warm-up, if there was one. It is raised on all ranks.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class ShardCompression:
         *,
         referenced: bool,
         seed: int,
+        failure: Exception | None,
     ) -> None:
         self._codecs = (gradients, parameters)
         self._gradients: list[GradientExchange] = []
@@ -89,7 +93,7 @@ class ShardCompression:
         self._looks = 0
         own = weakref.WeakMethod(self._count)
         met: dict[int, Peers] = {}
-        for at, (module, layout) in enumerate(modules):
+        for at, (_, layout) in enumerate(modules):
             each = seed * 0x9E3779B97F4A7C15 + at * 0xD6E8FEB86659FD93
             sender = GradientExchange(layout, gradients, each, _counter(own, of_gradients=True), met)
             gatherer = ParameterExchange(
@@ -101,8 +105,6 @@ class ShardCompression:
                 _agreer(self),
                 referenced=referenced,
             )
-            module.set_custom_reduce_scatter(sender)  # type: ignore[arg-type]
-            module.set_custom_all_gather(gatherer)  # type: ignore[arg-type]
             self._gradients.append(sender)
             self._parameters.append(gatherer)
         groups = [_group_of(layout) for _, layout in modules]
@@ -111,7 +113,18 @@ class ShardCompression:
         for group, exchange in zip(groups, self._parameters, strict=True):
             self._among.setdefault(group.group_name, (Peers.of(group), []))[1].append(exchange)
         self._device = next(model.parameters()).device
-        self._agree({"call": "compress_shards", **self._facts()}, "Call it on all ranks with the same arguments")
+        names = {
+            layout.module: ", ".join(shard.name for shard in layout.shards if shard.compressed) or "none"
+            for _, layout in modules
+        }
+        facts: Facts = {"call": "compress_shards", **self._facts(), "compressed parameters": names}
+        self._agree(facts, "Call compress_shards on all ranks with the same arguments")
+        for peers, _ in self._among.values():
+            raise_on_all(Agreement(peers, self._device), failure)
+        # Nothing of the model was changed before this line, so that a model that was refused trains as before.
+        for (module, _), sender, gatherer in zip(modules, self._gradients, self._parameters, strict=True):
+            module.set_custom_reduce_scatter(sender)  # type: ignore[arg-type]
+            module.set_custom_all_gather(gatherer)  # type: ignore[arg-type]
         self._hooks = [
             model.register_forward_pre_hook(unseen(self._begin), prepend=True),
             model.register_forward_hook(unseen(self._end), always_call=True),
@@ -299,7 +312,7 @@ class ShardCompression:
             "shards": ", ".join(f"{each.layout.module} {each.layout.numel}" for each in self._parameters),
         }
 
-    def _agree(self, facts: Mapping[str, str], advice: str) -> None:
+    def _agree(self, facts: Facts, advice: str) -> None:
         for peers, _ in self._among.values():
             Agreement(peers, self._device).now(facts, advice)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from narrowband import kernels
@@ -30,6 +31,7 @@ __all__ = ["compress_shards"]
 
 log = logging.getLogger(__name__)
 
+#: Every module that ``fully_shard`` was called with → the handle that compresses what is sent of it.
 _handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardCompression]] = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +69,8 @@ def compress_shards(
     Raises:
         TypeError: ``fully_shard`` was not called with the model.
         ValueError: a spec that does not exist, or ranks that disagree.
-        UnsupportedError: a spec with feedback, or a codec that cannot be used here.
+        UnsupportedError: a spec with feedback, or a codec that cannot be used here; or a model that is not sharded
+            among several ranks, or is on the meta device.
 
     Example:
         >>> model = fully_shard(model)  # doctest: +SKIP
@@ -86,33 +89,52 @@ def compress_shards(
             f"compress_shards takes a model that fully_shard (FSDP2) has sharded, not {type(module).__name__} without "
             "shards; for DistributedDataParallel and plain modules there is compress_gradients"
         )
-    former = _handles[module]() if module in _handles else None
-    if former is not None and not former.removed:
+    units = cast("list[nn.Module]", units_of(module))
+    formers = [former() for unit in units if (former := _handles.get(unit)) is not None]
+    if any(former is not None and not former.removed for former in formers):
         raise UnsupportedError(
-            "what this model sends is compressed already; keep the first handle, or call its remove() first"
+            "what FSDP2 sends of this model, or of a part of it, is compressed already; keep that handle, or call its "
+            "remove() first"
+        )
+    if any(p.is_meta for p in module.parameters()):
+        raise UnsupportedError(
+            "this model has parameters on the meta device, which have no values yet; call to_empty() and initialize "
+            "them before compress_shards"
         )
     modules = layouts_of(module, norms_of(module), min_numel)
     if not modules:
-        raise UnsupportedError("this model's shards are all on one rank, which sends nothing")
-    if not any(shard.compressed for _, layout in modules for shard in layout.shards):
+        raise UnsupportedError(
+            "no parameter of this model is sharded among several ranks, so FSDP2 sends nothing that could be "
+            "compressed; leave compress_shards out"
+        )
+    seed, codecs = whole_number("seed", seed), [codec for codec in chosen if codec is not None]
+    failure = _warm_up(codecs, module)
+    handle = ShardCompression(module, modules, *chosen, referenced=references, seed=seed, failure=failure)
+    _handles.update((unit, weakref.ref(handle)) for unit in units)
+    matrices = any(shard.compressed for _, layout in modules for shard in layout.shards)
+    if codecs and not matrices and dist.get_rank(handle.process_group) == 0:
         log.warning(
             "nothing to compress: no parameter in float32, float16 or bfloat16, norms aside, has two dimensions or "
             "more and at least min_numel=%d elements",
             min_numel,
         )
-    _warm_up([codec for codec in chosen if codec is not None], module)
-    handle = ShardCompression(module, modules, *chosen, referenced=references, seed=whole_number("seed", seed))
-    _handles[module] = weakref.ref(handle)
     return handle
 
 
-def _warm_up(codecs: Sequence[Codec], module: nn.Module) -> None:
-    """Compile the kernels that a step needs, so that no step waits for the compiler."""
-    devices = {parameter.device for parameter in module.parameters() if not parameter.is_meta}
-    with announced(" and ".join(dict.fromkeys(map(str, codecs)))):
-        for device in devices:
-            use_all(map(str, codecs), device)
-            kernels.checksum(torch.zeros(4, dtype=torch.uint8, device=device))
+def _warm_up(codecs: Sequence[Codec], module: nn.Module) -> Exception | None:
+    """Compile the kernels that a step needs, so that no step waits for the compiler.
+
+    Returns:
+        The error, if there was one. It must not be raised before the other ranks are told, since they wait.
+    """
+    try:
+        with announced(" and ".join(dict.fromkeys(map(str, codecs)))):
+            for device in {parameter.device for parameter in module.parameters()}:
+                use_all(map(str, codecs), device)
+                kernels.checksum(torch.zeros(4, dtype=torch.uint8, device=device))
+    except Exception as error:
+        return error
+    return None
 
 
 def _codec_of(spec: str | Codec | Compression | Method, what: str) -> Codec | None:
