@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from narrowband.averaging import replicas
+from narrowband.errors import DisagreementError
 from tests.ranks import run_ranks
 
 PIECE = 4096
@@ -89,3 +90,37 @@ def test_elements_find_their_places_in_another_memory_format(seeds):
     (first, _), (second, received) = run_ranks(in_another_format, 2, seeds)
     assert torch.equal(first, second)
     assert (received > 0) is (seeds[0] != seeds[1])
+
+
+def different(rank, world_size, kind):
+    """A rank has another tensor that is not trained, or tensors in another order."""
+    odd, names = rank == 1, ["a", "b"]
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in (names[::-1] if odd and kind == "order" else names)})
+    model.requires_grad_(requires_grad=kind == "order")
+    if kind == "buffer" and not odd:
+        model.register_buffer("mask", torch.ones(4))
+    if kind == "shape":
+        model.register_buffer("mask", torch.full((4 + odd,), float(rank)))
+    if kind == "dtype":
+        model.register_buffer("mask", torch.full((4,), rank, dtype=torch.int64 if odd else torch.float32))
+    before = [x.clone() for x in bits_of(model)]
+    try:
+        replicas.begin_with_the_first(model, None)
+    except DisagreementError as error:
+        return str(error), all(torch.equal(a, b) for a, b in zip(before, bits_of(model), strict=True))
+    return None, False
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("buffer", "'mask' (4: (4,), torch.float32 on ranks 0, 2; nothing on rank 1)"),
+        ("shape", "'mask' (4: (4,), torch.float32 on ranks 0, 2; 4: (5,), torch.float32 on rank 1)"),
+        ("dtype", "'mask' (4: (4,), torch.float32 on ranks 0, 2; 4: (4,), torch.int64 on rank 1)"),
+        ("order", "'a.weight' (0: (3, 3), torch.float32 on ranks 0, 2; 2: (3, 3), torch.float32 on rank 1)"),
+    ],
+)
+def test_other_tensors_on_a_rank_are_an_error_that_names_them_before_anything_is_copied(kind, words):
+    for text, unchanged in run_ranks(different, 3, kind):
+        assert words in text
+        assert unchanged

@@ -7,20 +7,24 @@ are then taken shard by shard, among the ranks that hold the same shard of each 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from narrowband.averaging.agreement import Agreement
 from narrowband.averaging.flat import empty_like, groups_of, local, parts_of, real, rows_of
 from narrowband.averaging.who import ddps_in
+from narrowband.collectives import Peers, can_send_from
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
+
+    from narrowband.averaging.agreement import Facts
 
 __all__ = ["begin_with_the_first", "check_parts", "check_replica"]
 
@@ -99,15 +103,17 @@ def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> i
         How many bytes this rank received.
 
     Raises:
+        DisagreementError: ranks have different parameters or buffers; on all ranks, and nothing has changed.
         RuntimeError: it broke off.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size == 1:
         return 0
-    everything: dict[int, Tensor] = {}
-    for x in (*model.parameters(), *model.buffers()):
-        everything.setdefault(id(x), local(x))
-    groups = list(groups_of(everything.values()))
+    everything: dict[int, tuple[str, Tensor]] = {}
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        everything.setdefault(id(x), (name, local(x)))
+    _check_same(list(everything.values()), group)
+    groups = list(groups_of(x for _, x in everything.values()))
     own = [[_fingerprint(piece) for piece in _pieces(_flat(together))] for together in groups]
     of_all: list[Any] = [None] * size
     dist.all_gather_object(of_all, own, group=group)
@@ -125,6 +131,24 @@ def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> i
                 for x, part in zip(together, parts_of(flat, map(rows_of, together)), strict=True):
                     real(x).copy_(part)
     return received
+
+
+def _check_same(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Check that all ranks have the same tensors, in the same order. A collective.
+
+    Raises:
+        DisagreementError: they have not; on all ranks.
+    """
+    peers = Peers.of(cast("dist.ProcessGroup", group or dist.group.WORLD))
+    device = next((x.device for _, x in named), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    facts: Facts = {
+        "call": "copy the first rank's parameters and buffers",
+        "parameter or buffer": {name: f"{at}: {tuple(x.shape)}, {x.dtype}" for at, (name, x) in enumerate(named)},
+    }
+    Agreement(peers, cpu if can_send_from(peers.group, cpu) else device).now(
+        facts, "Build the same model on all ranks, with the same buffers and frozen parameters, in the same order"
+    )
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
