@@ -21,6 +21,7 @@ from narrowband.averaging import flat as flat_module
 from tests.gradients.shards import compress, mesh_of, shard, whole
 from tests.gradients.training import (
     LOSSLESS,
+    Fork,
     adamw,
     data,
     flat,
@@ -476,6 +477,83 @@ def test_without_its_handle_a_module_is_alone_and_can_have_another():
     assert torch.equal(after, its_after)
     assert twice[0] == "UnsupportedError"
     assert "compressed already" in twice[1]
+
+
+def around_a_handle(rank, world_size):
+    """What is said where a DistributedDataParallel without compression calls a module that has a handle."""
+    module = mlp()
+    model = wrap(module)
+    handle = compress(module, LOSSLESS)
+    refused = refusal(lambda: model(torch.ones(1, 24)))
+    with model.no_sync():  # it averages nothing here
+        train(model, rank, range(2))
+    train(module, rank, range(1))
+    return refused, handle.step, flat(module)
+
+
+def test_gradients_that_a_plain_ddp_averages_too_are_an_error():
+    answers = run_ranks(around_a_handle, 2)
+    for refused, steps, parameters in answers:
+        assert refused[0] == "UnsupportedError"
+        assert "DistributedDataParallel averages gradients of this model too" in refused[1]
+        assert steps == 3
+        assert torch.equal(parameters, answers[0][2])
+
+
+def in_other_orders(rank, world_size):
+    """Two models, called in another order on each rank, in one backward pass. No rank uses their second layers."""
+    models = [Fork(), Fork()]
+    handles = [compress(model, "none") for model in models]
+    for step in range(2):
+        x, _ = data(step, rank)
+        called = list(models) if rank == 0 else models[::-1]
+        sum(model(x, both=False).square().mean() for model in called).backward()
+    gradients = [torch.cat([p.grad.flatten() for p in model.parameters()]) for model in models]
+    return gradients, [handle.step for handle in handles]
+
+
+def test_models_may_be_called_in_another_order_on_each_rank():
+    """Every handle sends what is left at the end of backward before any of them waits."""
+    answers = run_ranks(in_other_orders, 2, timeout_s=30.0)
+    for gradients, steps in answers:
+        assert steps == [2, 2]
+        assert all(torch.equal(mine, its) for mine, its in zip(gradients, answers[0][0], strict=True))
+
+
+def removed_between_passes(rank, world_size, kind):
+    """Gradients of two models: one loses its handle between two passes that add up, and may get another one."""
+    models = [mlp(), mlp()]
+    handles = [compress(model, "none") for model in models]
+    exact = mlp()
+
+    def backward(step):
+        (loss_of(models[0], step, rank) + loss_of(models[1], step, rank)).backward()
+
+    with handles[0].no_sync(), handles[1].no_sync():
+        backward(0)
+        if kind == "inside":
+            handles[0].remove()
+    if kind != "inside":
+        handles[0].remove()
+    if kind == "anew":
+        handles[0] = compress(models[0], "none")
+    backward(1)
+    of_ranks = range(world_size) if kind == "anew" else [rank]
+    for own in of_ranks:
+        (sum(loss_of(exact, step, own) for step in range(2)) / len(of_ranks)).backward()
+    alone = [p.grad.clone() for p in exact.parameters()]
+    exact.zero_grad()
+    for own in range(world_size):
+        (sum(loss_of(exact, step, own) for step in range(2)) / world_size).backward()
+    averaged = [p.grad for p in exact.parameters()]
+    for model, expected in zip(models, (alone, averaged), strict=True):
+        torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+    return handles[0].step, handles[1].step
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("inside", 0), ("outside", 0), ("anew", 1)])
+def test_a_handle_may_be_removed_while_gradients_add_up(kind, steps):
+    assert run_ranks(removed_between_passes, 2, kind) == [(steps, 1)] * 2
 
 
 def copies(rank, world_size):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
 from tests.gradients.training import compress, flat, heard, loss_of, mlp, refusal, train, wrap
@@ -112,6 +113,18 @@ def averaged_by_others(rank, world_size):
     compress(model[3:4].append(nn.Linear(2, 2)), "none")  # what is frozen may be shared
     handle.remove()
     compress(model[:3], "none")
+    wrapped = wrap(mlp())
+    handle = compress(wrapped, "none")
+    found["inside DDP"] = refusal(lambda: compress(wrapped.module, "none"))
+    found["part of DDP"] = refusal(lambda: compress(wrapped.module[0], "none"))
+    handle.remove()
+    part = wrapped.module[:4]
+    compress(part, "none")
+    found["around a part"] = refusal(lambda: compress(wrapped, "none"))
+    ignoring = mlp()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["0.weight", "0.bias"])
+    compress(wrap(ignoring), "none")
+    compress(ignoring[0], "none")  # what DDP ignores may have a handle of its own
     return found
 
 
@@ -122,7 +135,7 @@ def test_a_gradient_is_averaged_by_one_handle_and_nobody_else():
         assert "around DistributedDataParallel. Pass what is in that: model.0" in found["around"][1]
         assert "model._orig_mod.0" in found["around, compiled"][1]
         assert "compress_gradients(model._orig_mod, …)" in found["compiled"][1]
-        for name in ("whole", "part", "in DDP"):
+        for name in ("whole", "part", "in DDP", "inside DDP", "part of DDP", "around a part"):
             assert found[name][0] == "UnsupportedError", name
             assert "compressed already" in found[name][1]
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -30,6 +31,7 @@ __all__ = [
     "averaged_by",
     "averaging_of",
     "bare",
+    "ddp_around",
     "ddp_of",
     "ddps_in",
     "forget",
@@ -71,6 +73,12 @@ def ddps_in(module: nn.Module) -> dict[str, DistributedDataParallel]:
     return {name: each for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)}
 
 
+def ddp_around() -> DistributedDataParallel | None:
+    """Return the DistributedDataParallel whose forward pass is running now, if it will average in backward; or None."""
+    around: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module  # noqa: SLF001 - no public way
+    return around if around is not None and around.require_backward_grad_sync else None
+
+
 def averaged_by(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
     """Return name and tensor of each parameter whose gradients, if any, go into DDP's buckets, in the model's order:
     all but those that DDP was told to ignore.
@@ -95,38 +103,47 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
     return [cast("FSDPModule", each) for each in module.modules() if is_unit(each)]
 
 
-#: Keeps a handle alive as long as its module, even if the user does not keep it.
-_handles: weakref.WeakKeyDictionary[nn.Module, AveragesLater] = weakref.WeakKeyDictionary()
+#: Every module, or DistributedDataParallel, that has a handle of gradients. Keeps a handle alive as long as its module,
+#: even if the user does not keep it.
+_handles: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
 
 
 def averaging_of(module: nn.Module) -> AveragesLater | None:
-    """Return the handle that averages a module's gradients, also if the module is inside ``torch.compile``; or None.
+    """Return the handle that averages a plain module's gradients, also if the module is inside ``torch.compile``; or
+    None.
 
     Example:
         >>> averaging_of(nn.Linear(2, 2)) is None
         True
     """
-    return _handles.get(bare(module))
+    inside = bare(module)
+    return None if ddp_of(inside) is not None else cast("AveragesLater | None", _handles.get(inside))
 
 
 def shares_with(module: nn.Module) -> bool:
     """Whether a handle averages gradients of any of a module's parameters: a handle of the module itself, of a part of
-    it, or of a module that contains it.
+    it, or of a module that contains it, such as a DistributedDataParallel.
 
     Example:
         >>> shares_with(nn.Linear(2, 2))
         False
     """
-    trained = {p for p in module.parameters() if p.requires_grad}
-    return any(not trained.isdisjoint(each.parameters()) for each in list(_handles))
+    trained = {p for p in _averaged(module) if p.requires_grad}
+    return any(not trained.isdisjoint(_averaged(each)) for each in list(_handles))
 
 
-def remember(module: nn.Module, handle: AveragesLater) -> None:
+def _averaged(module: nn.Module) -> Iterable[Tensor]:
+    """Return the parameters of which a handle of this module, or DistributedDataParallel, averages the gradients."""
+    ddp = ddp_of(module)
+    return module.parameters() if ddp is None else [p for _, p in averaged_by(ddp)]
+
+
+def remember(module: nn.Module, handle: object) -> None:
     """Register a module's handle."""
     _handles[module] = handle
 
 
-def forget(module: nn.Module, handle: AveragesLater) -> None:
+def forget(module: nn.Module, handle: object) -> None:
     """Unregister a module's handle, if it is this one."""
     if _handles.get(module) is handle:
         del _handles[module]

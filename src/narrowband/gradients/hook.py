@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowband.averaging.optim import only_makes_state
 from narrowband.averaging.parameters import refuse_unaveraged
-from narrowband.averaging.who import averaged_by
+from narrowband.averaging.who import averaged_by, forget, remember
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.left import Left
 
@@ -70,18 +70,14 @@ def hook_of(model: DistributedDataParallel) -> Hook:
     """Return a model's hook, or a new one, which :meth:`Hook.attach` registers.
 
     Raises:
-        UnsupportedError: the model has a handle or another communication hook, or was wrapped with options that do not
-            work with a hook.
+        UnsupportedError: the model has another communication hook, or was wrapped with options that do not work with a
+            hook.
     """
     # An inert entry in a model that is not in _hooks was copied along with another model. DDP has not registered it.
     model._comm_hooks = [
         entry for entry in model._comm_hooks if model in _hooks or not (type(entry[1]) is Hook and entry[1].inert)
     ]
     hook = _hooks.get(model)
-    if hook is not None and hook.handle is not None:
-        raise UnsupportedError(
-            "this model's gradients are compressed already; keep the first handle, or call its remove() first"
-        )
     if getattr(model, "_use_python_reducer", False):
         raise UnsupportedError(
             'this model was wrapped under torch._dynamo.config.optimize_ddp="python_reducer", which gives hooks single '
@@ -140,9 +136,10 @@ class Hook(Left):
 
     def attach(self, handle: Averaging) -> None:
         """Let this handle average the model's gradients from now on. Register the hook if that has not been done."""
-        model = None if self._model is None else self._model()
+        model = self.model
         assert model is not None
         self.handle = handle
+        remember(model, handle)
         if model not in _hooks:
             model.register_comm_hook(self, _on_bucket)
             model.register_forward_pre_hook(self)
@@ -152,6 +149,8 @@ class Hook(Left):
 
     def detach(self) -> None:
         """From now on, average as DDP does without a hook."""
+        if (model := self.model) is not None:
+            forget(model, self.handle)
         self.handle = self.watch = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:

@@ -40,7 +40,7 @@ from narrowband.averaging.core import BROKE_OFF, is_in_backward
 from narrowband.averaging.flat import groups_of
 from narrowband.averaging.parameters import norms_of, sparse_of
 from narrowband.averaging.replicas import begin_with_the_first
-from narrowband.averaging.who import bare, forget, remember, units_of
+from narrowband.averaging.who import averaged_by, bare, ddp_around, forget, remember, units_of
 from narrowband.collectives import borrow
 from narrowband.compiler import refuse_compiled_autograd, unseen
 from narrowband.errors import UnsupportedError
@@ -129,7 +129,19 @@ class ModuleCompression(GradientCompression):
         self._any = False
 
     def called(self) -> None:
-        """Note that the model was called."""
+        """Note that the model was called.
+
+        Raises:
+            UnsupportedError: it was called by a DistributedDataParallel that averages the same gradients.
+        """
+        if self._syncing and (around := ddp_around()) is not None:
+            twice = [name for name, p in averaged_by(around) if p in self.layers.parameters.by_tensor]
+            if twice:
+                raise UnsupportedError(
+                    f"a DistributedDataParallel averages gradients of this model too, without compression ({twice[0]}"
+                    f"{f' and {len(twice) - 1} more' if len(twice) > 1 else ''}); pass the DistributedDataParallel to "
+                    "compress_gradients instead of the module inside it, or leave DistributedDataParallel out"
+                )
         if self._syncing and self._steps is not None:
             self._steps.called()
 
@@ -153,9 +165,16 @@ class ModuleCompression(GradientCompression):
             raise RuntimeError(f"backward: {BROKE_OFF}")
         self._backward = running
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        # Runs after the callbacks of FSDP2, one of which reduces the rest of the gradients.
+        # Runs after the callbacks of FSDP2, one of which reduces the rest of the gradients. If several handles average
+        # in this pass, all of them send the rest before any waits: ranks may have called their models in other orders.
         end = unseen(self._end)
-        queue(unseen(lambda: queue(end)))
+
+        @unseen
+        def send() -> None:
+            self._send_rest()
+            queue(end)
+
+        queue(unseen(lambda: queue(send)))
 
     def arrived(self, p: Tensor) -> None:
         """Note that a parameter has its gradient, and feed all groups that are complete now."""
@@ -219,13 +238,20 @@ class ModuleCompression(GradientCompression):
                 raise
             buffer.masked_fill_(bad.isnan(), math.nan)
 
+    def _send_rest(self) -> None:
+        """Send the missing groups at the end of backward."""
+        try:
+            while self._any and len(self._futures) < len(self._groups):
+                self._send()
+        except BaseException:
+            self._reset()
+            raise
+
     @torch.no_grad()
     def _end(self) -> None:
-        """End a step at the end of backward: send the missing groups and write the averages into the gradients."""
+        """End a step: write the averages into the gradients."""
         try:
             if self._any:  # otherwise this backward reached none of the model's parameters
-                while len(self._futures) < len(self._groups):
-                    self._send()
                 by_tensor = self.layers.parameters.by_tensor
                 for group, future in zip(self._groups, self._futures, strict=True):
                     deliver(future.wait(), group, [by_tensor[p].form for p in group])
@@ -291,6 +317,7 @@ class ModuleCompression(GradientCompression):
                 "that have added up; run the last backward pass of a step outside of no_sync, and leave average out"
             )
         self._any = True
+        self._send_rest()
         self._end()
 
     def _broke_off(self) -> bool:
