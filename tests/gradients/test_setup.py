@@ -56,6 +56,10 @@ def wrong_calls(rank, world_size):
     train(twice, rank, range(2))  # the first goes on
     errors["steps of the first"] = handle.step
     errors["per sample, one layer"] = refusal(lambda: handle.set_layers({"0.weight": "topk:density=0.1+aq-sgd"}))
+    with torch.device("meta"):
+        empty = mlp()
+    errors["no values"] = refusal(lambda: compress(empty, "none"))
+    errors["no values yet"] = refusal(lambda: nb.Averager(nn.LazyLinear(3), "none"))
     left = wrap(mlp())
     dist.destroy_process_group()
     errors["no process group"] = refusal(lambda: compress(left, "none"))
@@ -84,6 +88,8 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         "per sample, small": ("UnsupportedError", "gradients are sums over samples"),
         "per sample, by a policy": ("UnsupportedError", "for activations between pipeline stages"),
         "per sample, one layer": ("UnsupportedError", "Use a codec with '+ef' here"),
+        "no values": ("UnsupportedError", "0.weight and 9 more have no values yet"),
+        "no values yet": ("UnsupportedError", "Initialize the model before Averager"),
         "no process group": ("UnsupportedError", "init_process_group"),
     }
     assert errors.pop("steps of the first") == 2

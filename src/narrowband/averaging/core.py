@@ -31,6 +31,7 @@ from narrowband.averaging.agreement import Agreement
 from narrowband.averaging.controller import Controller
 from narrowband.averaging.layers import Layers
 from narrowband.averaging.loss_scale import LossScale
+from narrowband.averaging.parameters import refuse_valueless
 from narrowband.averaging.stats import StepStats
 from narrowband.averaging.step import MEASURE_EVERY, Group, Parts, Step, fill_with_nan
 from narrowband.averaging.warmup import warm_up
@@ -94,6 +95,7 @@ class Averaging:
         self._seed = settings.seed
         self._set_up_name, self._step_name = set_up, step
         self._parameters, self._norms = list(parameters), norms
+        refuse_valueless(self._parameters, set_up)
         self._inside_group, self._owners = inside, owners or {}
         self._later: Callable[[Callable[[], None]], bool] = later or (lambda _: False)
         self._loss_scale = LossScale(settings.grad_scaler)

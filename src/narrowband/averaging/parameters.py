@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from narrowband.averaging.flat import Form, form_of, local
 from narrowband.errors import UnsupportedError
@@ -17,7 +18,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["COMPRESSIBLE", "Parameter", "Parameters", "Vector", "norms_of", "refuse_unaveraged", "sparse_of"]
+__all__ = [
+    "COMPRESSIBLE",
+    "Parameter",
+    "Parameters",
+    "Vector",
+    "norms_of",
+    "refuse_unaveraged",
+    "refuse_valueless",
+    "sparse_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -243,6 +253,25 @@ def refuse_unaveraged(names: Iterable[str], then: str) -> None:
         raise UnsupportedError(
             f"nothing averages {found[0]}{more}, which did not require a gradient when compression was set up, or did "
             f"not exist (load_state_dict(assign=True) makes all parameters anew); {then}"
+        )
+
+
+def refuse_valueless(named: Iterable[tuple[str, Tensor]], set_up: str) -> None:
+    """Raise an error if parameters have no values yet.
+
+    Args:
+        named: name and tensor of each parameter.
+        set_up: the function that the user called, for the error.
+
+    Raises:
+        UnsupportedError: some are on the meta device, or belong to lazy modules.
+    """
+    found = [name for name, p in named if is_lazy(p) or p.is_meta]
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise UnsupportedError(
+            f"{found[0]}{more} have no values yet (meta device, or a lazy module). Initialize the model before "
+            f"{set_up}: call to_empty() and set the parameters, or run a forward pass of lazy modules"
         )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowband import kernels
-from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.parameters import norms_of, refuse_valueless
 from narrowband.averaging.warmup import use_all
 from narrowband.averaging.who import bare, units_of
 from narrowband.codecs import Codec, SelectingCodec
@@ -96,11 +96,7 @@ def compress_shards(
             "what FSDP2 sends of this model, or of a part of it, is compressed already; keep that handle, or call its "
             "remove() first"
         )
-    if any(p.is_meta for p in module.parameters()):
-        raise UnsupportedError(
-            "this model has parameters on the meta device, which have no values yet; call to_empty() and initialize "
-            "them before compress_shards"
-        )
+    refuse_valueless(module.named_parameters(), "compress_shards")
     modules = layouts_of(module, norms_of(module), min_numel)
     if not modules:
         raise UnsupportedError(
