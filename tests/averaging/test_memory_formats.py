@@ -158,7 +158,7 @@ def test_residuals_are_never_loaded_in_another_order():
     for *errors, of_before in run_ranks(loaded, 2, states, "topk:density=0.1+ef"):
         for kind, text in errors:
             assert kind == "ValueError"
-            assert "first was channels_last when compression was set up" in text
+            assert "saved with first in the memory format channels_last" in text
             assert "convert the model" in text
         assert of_before is None
 

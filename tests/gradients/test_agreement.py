@@ -115,7 +115,7 @@ def test_states_of_different_steps_on_different_ranks_are_refused_on_all(spec):
     for error, unchanged, step in run_ranks(load_what_belongs_to_other_moments, 3, spec):
         assert error[0] == "DisagreementError"
         assert "step (4 on rank 0; 2 on ranks 1, 2)" in error[1]
-        assert "Nothing has changed on any rank" in error[1]
+        assert "No state was loaded on any rank" in error[1]
         assert unchanged
         assert step == 4
 

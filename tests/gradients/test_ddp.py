@@ -227,11 +227,11 @@ def test_what_travels_uncompressed_is_said_once_by_rank_0():
         (
             "mixed dtypes",
             (
-                "these gradients travel uncompressed, codecs take float32, float16 and bfloat16: "
+                "these gradients are sent uncompressed, because codecs take float32, float16 and bfloat16 only: "
                 "second.weight (torch.float64), second.bias (torch.float64)"
             ),
         ),
-        ("sparse embedding", "sparse gradients travel uncompressed"),
+        ("sparse embedding", "sparse gradients are sent uncompressed"),
     ):
         said = [messages for _, messages in run_ranks(beside_plain, 2, feature, ["topk:density=0.1+ef"])]
         assert said == [[[words]], [[]]]

@@ -96,4 +96,4 @@ def refused(rank, world_size):
 def test_a_clip_needs_all_parameters_in_parts():
     for name, text in run_ranks(refused, NODES * INSIDE):
         assert name == "UnsupportedError"
-        assert "shard all parameters among the same ranks; others are 1.weight" in text
+        assert "shard all parameters among the same ranks, in one dimension; others are 1.weight" in text

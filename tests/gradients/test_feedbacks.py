@@ -260,5 +260,5 @@ def test_the_residuals_of_others_are_refused_and_the_other_way_round():
             if there.endswith("ef21") == here.endswith("ef21"):
                 assert refusals == [None, None], (there, here)
             else:
-                assert all(kind == "ValueError" and "means nothing to" in text for kind, text in refusals)
+                assert all(kind == "ValueError" and "cannot be converted to that of" in text for kind, text in refusals)
         assert empty is None

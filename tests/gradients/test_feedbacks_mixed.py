@@ -58,7 +58,7 @@ def test_all_layers_of_a_model_have_ef21_or_none_has():
     answers = run_ranks(plans, 2)
     for refused, kept, has, state, ways in answers:
         assert all(kind == "ValueError" and "ef21" in text for kind, text in refused)
-        assert all("leave this feedback out" in text for _, text in refused)
+        assert all("leave the feedback out of the layer's spec" in text for _, text in refused)
         assert kept
         assert has == ["topk:density=0.5+ef21", "uniform:bits=8+ef21", "none+ef21", "topk:density=0.1+ef21"]
         assert ways == {"all_gather", "all_reduce"}

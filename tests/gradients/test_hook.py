@@ -60,7 +60,7 @@ def the_module_is_called_and_not_the_wrapper(rank, world_size, kept):
 def test_training_the_module_inside_is_an_error_that_says_what_to_do(kept):
     for (error, step), nothing_averaged in run_ranks(the_module_is_called_and_not_the_wrapper, 2, kept):
         assert error[0] == "RuntimeError"
-        assert "nothing is averaged: SGD is about to make step 3 in a row" in error[1]
+        assert "gradients are not averaged: SGD is about to make step 3 in a row" in error[1]
         assert "model = DistributedDataParallel(model)" in error[1]
         assert step == 2
         assert nothing_averaged
@@ -140,7 +140,7 @@ def test_new_parameters_are_an_error_before_an_optimizer_steps():
     for kind, first in (("replaced", "1.weight"), ("added", "7.weight"), ("thawed", "0.weight")):
         for found in (mine, its):
             assert found[kind][0] == "UnsupportedError", (kind, found[kind])
-            assert found[kind][1].startswith(f"nothing averages {first} and ")
+            assert found[kind][1].startswith(f"gradients of {first} and ")
             assert "wrap the module in DistributedDataParallel again" in found[kind][1]
             assert found[kind, "step"] == 2
         assert torch.equal(mine[kind, "parameters"], its[kind, "parameters"])
@@ -292,7 +292,7 @@ def an_exchange_raises(rank, world_size, cap):
 def test_what_an_exchange_raises_reaches_the_user_with_type_and_message(cap):
     for first, poisoned, later, unchanged in run_ranks(an_exchange_raises, 2, cap):
         assert first[0] == "UnsupportedError"
-        assert first[1].startswith("dgc keeps momentum for every element, and this gradient is sparse")
+        assert first[1].startswith("dgc keeps momentum for every element, but the gradient of ")
         assert poisoned  # nobody trains on what was not averaged
         assert len(later) == 2
         for kind, text, cause in later:

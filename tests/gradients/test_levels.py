@@ -274,7 +274,7 @@ def test_a_rank_that_goes_away_is_an_error_on_all_of_both_levels():
     assert set(caught.value.results) == {0, 1, 2}
     for errors, end in caught.value.results.values():
         assert errors[0][0] in ("RuntimeError", "DisagreementError")
-        assert "lost a rank" in errors[0][1] or errors[0][0] == "RuntimeError"
+        assert "an exchange inside its node failed" in errors[0][1] or errors[0][0] == "RuntimeError"
         assert [error[0] for error in errors[1:]] == ["RuntimeError"] * 2
         assert "stopped at an earlier step" in errors[-1][1]
         assert end is None
@@ -344,12 +344,12 @@ def test_who_is_on_which_node():
             "uneven": "different numbers of ranks (3, 1)",
             "two hosts": "one node of ranks on 2 hosts",
             "three": "nodes=3 does not divide 4 ranks",
-            "a word": "nodes='all' is neither",
-            "a mesh of others": "give a mesh of nodes × ranks",
+            "a word": "nodes='all': expected a number of machines",
+            "a mesh of others": "expected a mesh of nodes × ranks",
             "plain": "nodes= is for models in DistributedDataParallel",
-            "sparse": "sparse gradients have no shards",
-            "complex": "complex parameters have no shards",
-            "no rows": "more of them than this model has rows",
+            "sparse": "sparse gradients cannot be averaged shard by shard",
+            "complex": "complex parameters cannot be averaged shard by shard",
+            "no rows": "too few rows of parameters",
         }
         for name, word in words.items():
             assert word in found[name][1], (name, found[name])
@@ -366,4 +366,4 @@ def in_the_way(rank, world_size):
 def test_a_script_that_trains_the_module_inside_hears_of_it():
     for error in run_ranks(in_the_way, 4):
         assert error[0] == "RuntimeError"
-        assert "nothing is averaged" in error[1]
+        assert "gradients are not averaged" in error[1]

@@ -194,8 +194,8 @@ def test_after_a_backward_pass_that_broke_off_a_model_goes_on_from_its_checkpoin
     for said, same_bits, step in run_ranks(out_of_memory, ranks, kind):
         assert said["this"] == ("MemoryError", "no memory is left")
         for call in ("state", "load", *(["next"] if kind == "plain" else [])):
-            assert "a step broke off while gradients were on their way" in said[call][1], call
-            assert "on all ranks call remove(), set compression up again, and go on from a checkpoint" in said[call][1]
+            assert "a step ended early while gradients were being exchanged" in said[call][1], call
+            assert "On all ranks call remove(), set up compression again, and load a checkpoint" in said[call][1]
         assert said["next"][0] == "RuntimeError"  # with DDP it is DDP's own
         assert "call its remove() first" in said["again"][1]
         assert "was removed" in said["removed"][1]

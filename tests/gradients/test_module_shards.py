@@ -186,7 +186,7 @@ def partly_sharded(rank, world_size):
 def test_what_fsdp2_does_not_shard_is_named_by_one_rank_of_each_group():
     answers = run_ranks(partly_sharded, 4)
     assert [len(said) for said in answers] == [1, 1, 0, 0]
-    assert "lie in no module that fully_shard was called with" in answers[0][0]
+    assert "are in no module that fully_shard was called with" in answers[0][0]
     assert "0.weight" not in answers[0][0]
 
 
@@ -261,7 +261,7 @@ def test_replicas_that_split_single_matrices_are_averaged_part_by_part():
 
 def test_a_policy_is_refused_where_ranks_of_a_replica_have_the_same_layer():
     """Each would choose by its own parts; the layer parted."""
-    with pytest.raises(RankError, match=r"a policy chooses specs on each rank .* have 0.weight as a whole"):
+    with pytest.raises(RankError, match=r"a policy chooses specs on each rank separately.* 0.weight are not sharded"):
         run_ranks(in_tensor_parallel, 4, nb.LGreCo("topk:density=0.1+ef", every=2))
 
 

@@ -297,4 +297,4 @@ def test_no_state_is_given_when_the_wire_breaks_in_the_middle_of_writing():
     for payloads, events, failure, state in run_ranks(hold_the_last_payload, 2, True):
         assert events == ["written"] * (payloads - 1) + ["released"]
         assert "the wire broke" in failure
-        assert "go on from the last checkpoint" in state
+        assert "restart all ranks from the last checkpoint" in state

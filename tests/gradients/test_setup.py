@@ -74,20 +74,20 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         "unknown key": ("ValueError", "did you mean 'density'?"),
         "unknown feedback": ("ValueError", "did you mean 'ef'?"),
         "value out of range": ("ValueError", "bits=9 is not in [2, 8]"),
-        "unknown collective": ("ValueError", "none of auto, all_reduce, all_gather, scatter_reduce"),
+        "unknown collective": ("ValueError", "expected one of auto, all_reduce, all_gather, scatter_reduce"),
         "all_reduce cannot": ("UnsupportedError", "use 'auto'"),
         "scatter_reduce cannot": ("UnsupportedError", "use 'all_gather' or 'auto'"),
         "negative min_numel": ("ValueError", "min_numel=-1"),
         "negative warmup_steps": ("ValueError", "warmup_steps=-1"),
         "hook": ("UnsupportedError", "fp16_compress_hook"),
-        "optimizer in backward": ("UnsupportedError", "step it after backward instead"),
-        "averages that nobody waits for": ("UnsupportedError", "Wrap it without that"),
-        "buckets that are left out": ("UnsupportedError", "Wrap it without; find_unused_parameters=True may stay"),
+        "optimizer in backward": ("UnsupportedError", "step the optimizer after backward instead"),
+        "averages that nobody waits for": ("UnsupportedError", "Wrap the model without delay_all_reduce_named_params"),
+        "buckets that are left out": ("UnsupportedError", "find_unused_parameters=True works"),
         "twice": ("UnsupportedError", "compressed already"),
-        "per sample": ("UnsupportedError", "'qsgd:bits=4+aq-sgd' cannot compress gradients: aq-sgd keeps buffers per"),
+        "per sample": ("UnsupportedError", "'qsgd:bits=4+aq-sgd' cannot compress gradients: aq-sgd keeps a buffer for"),
         "per sample, small": ("UnsupportedError", "gradients are sums over samples"),
         "per sample, by a policy": ("UnsupportedError", "for activations between pipeline stages"),
-        "per sample, one layer": ("UnsupportedError", "Use a codec with '+ef' here"),
+        "per sample, one layer": ("UnsupportedError", "use a codec with '+ef'"),
         "no values": ("UnsupportedError", "0.weight and 9 more have no values yet"),
         "no values yet": ("UnsupportedError", "Initialize the model before Averager"),
         "no process group": ("UnsupportedError", "init_process_group"),
@@ -138,7 +138,7 @@ def test_a_gradient_is_averaged_by_one_handle_and_nobody_else():
     for found in run_ranks(averaged_by_others, 2):
         for name in ("around", "around, compiled", "compiled"):
             assert found[name][0] == "TypeError", name
-        assert "around DistributedDataParallel. Pass what is in that: model.0" in found["around"][1]
+        assert "Pass the DistributedDataParallel inside it: model.0" in found["around"][1]
         assert "model._orig_mod.0" in found["around, compiled"][1]
         assert "compress_gradients(model._orig_mod, …)" in found["compiled"][1]
         for name in ("whole", "part", "in DDP", "inside DDP", "part of DDP", "around a part"):
@@ -235,9 +235,9 @@ def test_what_makes_no_sense_is_said_by_one_rank():
     assert not any(others.values())
     assert said["worth it"] == said["one vector"] == said["as they are"] == []
     assert len(said["nothing to compress"]) == 1
-    assert "nothing to compress" in said["nothing to compress"][0]
+    assert "nothing is compressed" in said["nothing to compress"][0]
     for matrices_of_enough_elements in ("only norms", "only float64"):
-        assert "in float32, float16 or bfloat16, norms aside, has two dim" in said[matrices_of_enough_elements][-1]
+        assert "no parameter in float32, float16 or bfloat16 has two dim" in said[matrices_of_enough_elements][-1]
     assert len(said["too dense"]) == 1
     assert "do not compress, or keep less" in said["too dense"][0]
     assert "topk:density=1.0 among 2 ranks sends 12" in said["too dense"][0]

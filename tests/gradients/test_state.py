@@ -197,10 +197,10 @@ def test_states_that_do_not_belong_here_are_refused_and_change_nothing():
         assert unchanged
         assert errors.pop("no feedback, nothing residual") is None
         assert {error and error[0] for error in errors.values()} == {"ValueError"}
-        assert "every rank loads its own" in errors["another rank"][1]
-        assert "every rank loads its own" in errors["another world size"][1]
-        assert "pass all, once" in errors["one of several"][1]
-        assert "pass all, once" in errors["one twice"][1]
+        assert "load each rank's own state" in errors["another rank"][1]
+        assert "load each rank's own state" in errors["another world size"][1]
+        assert "pass each rank's once" in errors["one of several"][1]
+        assert "pass each rank's once" in errors["one twice"][1]
         assert "'9.weight'" in errors["unknown layer"][1]
         assert "another model" in errors["another shape"][1]
         assert "has no feedback" in errors["no feedback"][1]
@@ -216,16 +216,19 @@ PLAN = (
 #: What is done to a good state, and words of the sentence that refuses it.
 BROKEN = {
     "a key is missing": (lambda state: state.pop("step"), "the state lacks 'step'"),
-    "another version": (lambda state: state.update(version=1), "the state has version 1, and version 2 is read here"),
+    "another version": (
+        lambda state: state.update(version=1),
+        "but this narrowband reads version 2",
+    ),
     "the state of a model": (
         lambda state: (state.clear(), state.update(weight=torch.zeros(3))),
         "not the state of a model",
     ),
-    "step is a word": (lambda state: state.update(step="x"), "the state has x for 'step', and a number of steps"),
+    "step is a word": (lambda state: state.update(step="x"), "the state has x for 'step', expected a number of steps"),
     "step is true": (lambda state: state.update(step=True), "for 'step'"),
     "step is negative": (lambda state: state.update(step=-1), "for 'step'"),
     "scale is NaN": (lambda state: state.update(loss_scale=float("nan")), "for 'loss_scale'"),
-    "spec of nothing": (lambda state: state.update(spec="topkk"), "a spec that does not exist here"),
+    "spec of nothing": (lambda state: state.update(spec="topkk"), "the state has an invalid spec"),
     "layers are a list": (lambda state: state.update(layers=["0.weight"]), "for 'layers'"),
     "unknown layer": (lambda state: state.update(layers={"9.weight": "topk:density=0.1"}), "9.weight"),
     "NaN": (lambda state: state["feedback"]["0.weight"].fill_(float("nan")), "inf or NaN for '0.weight'"),
@@ -241,17 +244,17 @@ BROKEN = {
     "a list of numbers": (lambda state: state["feedback"].update({"0.weight": [0.0] * 960}), "list for '0.weight'"),
     "residuals of another": (
         lambda state: state.update(others={"powersgd": {"residual/0.weight": torch.zeros(960)}}),
-        "residuals of powersgd, and no layer here has that feedback",
+        "residuals of the feedback powersgd, but no layer here has this feedback",
     ),
     "a sum of another size": (
         lambda state: state.update(controller={"sums": {"0.weight": torch.zeros(3)}}),
-        "a sum of gradients of '0.weight' with 3 elements, and that has 960 here",
+        "a sum of gradients of '0.weight' with 3 elements, but the layer has 960",
     ),
     "a plan of a feedback that cannot be": (
         lambda state: state.update(controller={"plan": PLAN.replace("SPEC", "qsgd:bits=4+ef-mixed")}),
         "ef-mixed chooses elements by magnitude",
     ),
-    "a number for a plan": (lambda state: state.update(controller={"plan": 5}), "not one"),
+    "a number for a plan": (lambda state: state.update(controller={"plan": 5}), "the state of the policy is invalid"),
     "a feedback that cannot be": (lambda state: state.update(layers={"0.weight": "sign+aq-sgd"}), "aq-sgd"),
     "an owner of nothing": (
         lambda state: state["feedback"].update({"owner/x/0.weight": torch.zeros(9)}),

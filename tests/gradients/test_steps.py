@@ -55,9 +55,9 @@ def test_averages_that_no_optimizer_uses_are_a_warning_of_one_rank(kind):
     for case in ("used", "thrown away"):
         assert first[True, case] == []
         (message,) = first[False, case]
-        assert "run all but the last in handle.no_sync(): what has arrived is compressed again otherwise" in message
+        assert "run all but the last in handle.no_sync(): otherwise averaged gradients are compressed again" in message
     assert first["nothing is kept"] == []
-    assert "compressed again otherwise, and dgc applies momentum to it once more" in first["momentum"][0]
+    assert "compressed again, and dgc applies momentum to them once more" in first["momentum"][0]
 
 
 def passes_that_are_meant(rank, world_size, kind):
@@ -101,8 +101,8 @@ def test_loops_that_use_both_averages_or_leave_steps_out_are_told_what_becomes_o
         for said in (sam, left_out):
             assert len(said) == (rank == 0)
             for message in said:
-                assert "What compression has not sent of the first average is added to the second." in message
-                assert message.endswith("Where both are used, as by SAM, or a step is left out on purpose, go on")
+                assert "The residual of the first average is added to the second." in message
+                assert message.endswith("or a step is skipped on purpose, ignore this warning")
 
 
 def what_takes_no_turns_by_right(rank, world_size, kind):
@@ -226,7 +226,7 @@ def steps_inside_backward(rank, world_size, kind):
 def test_an_optimizer_that_steps_inside_backward_is_an_error(kind):
     for error, unchanged in run_ranks(steps_inside_backward, 2, kind, fresh=True):
         assert error[0] == "UnsupportedError"
-        assert "SGD steps inside backward (in a hook of a parameter), before the averages arrive" in error[1]
+        assert "SGD steps inside backward (in a hook of a parameter), before gradients are averaged" in error[1]
         assert unchanged
 
 
@@ -260,7 +260,7 @@ def test_a_model_whose_gradients_come_another_way_than_averages_do_is_an_error(k
     for errors, others in run_ranks(gradients_that_nobody_averages, 2, kind):
         assert errors[:2] == [None, None]
         assert errors[2][0] == "RuntimeError"
-        assert "nothing is averaged: SGD is about to make step 3 in a row" in errors[2][1]
+        assert "gradients are not averaged: SGD is about to make step 3 in a row" in errors[2][1]
         assert others == {None}
 
 
@@ -282,9 +282,11 @@ def converted(rank, world_size, kind):
 def test_a_model_that_is_converted_after_set_up_is_an_error(kind):
     for error, steps in run_ranks(converted, 2, kind):
         if kind == "ddp":
-            assert "nothing is averaged: SGD is about to make step 3 in a row" in error[1]
+            assert "gradients are not averaged: SGD is about to make step 3 in a row" in error[1]
             assert "Convert a model (half(), to()) before it is wrapped" in error[1]
         else:
             assert error[0] == "UnsupportedError"
-            assert "6.bias comes in torch.bfloat16, and was in torch.float32 when compression was set up" in error[1]
+            assert (
+                "gradient of 6.bias has dtype torch.bfloat16, but torch.float32 when compression was set up" in error[1]
+            )
         assert steps == 2

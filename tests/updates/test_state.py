@@ -179,7 +179,7 @@ def test_states_of_different_steps_since_one_round_are_refused_on_all(options, m
     torn = [states[rank] for rank, (_, states) in enumerate(answers)]
     for kind, text in run_ranks(from_a_list, 2, options, torn):
         assert kind == "ValueError"
-        assert "not of one moment" in text
+        assert "the states differ in" in text
         if "fragments" not in options:
             assert said.format("rank(s)") in text
 

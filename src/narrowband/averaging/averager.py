@@ -167,8 +167,8 @@ def _named(tensors: object) -> list[tuple[str, Tensor]]:
         raise ValueError("nothing to average: no parameter requires a gradient")
     if twice := sorted(name for name, count in times.items() if count > 1):
         raise ValueError(
-            f"several parameters have the same name: {', '.join(twice)}; put the name of each model before it, as in "
-            "[('first.' + name, p) for name, p in first.named_parameters()]"
+            f"several parameters have the same name: {', '.join(twice)}; put a prefix for each model before the names, "
+            "as in [('first.' + name, p) for name, p in first.named_parameters()]"
         )
     return found
 

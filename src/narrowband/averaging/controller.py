@@ -68,8 +68,8 @@ class Controller:
         plan.check(self._layers.parameters.shapes)
         if plan.world_size != self._peers.size:
             self._layers.warn_once(
-                f"the plan was made for {plan.world_size} ranks, and here are {self._peers.size}, among which other "
-                f"choices may send less; make one for them, as with `narrowband adapt --ranks {self._peers.size}`"
+                f"the plan was made for {plan.world_size} ranks, but this run has {self._peers.size} ranks, for which "
+                f"another plan may send less; make one, for example with `narrowband adapt --ranks {self._peers.size}`"
             )
         self._layers.set(plan.specs())
         self.plan = plan
@@ -107,7 +107,7 @@ class Controller:
         self._looked = False
         self._sums.clear()
         if not text:
-            log.error("step %d: rank 0 could not decide (see its log); every layer keeps what it has", step)
+            log.error("step %d: the policy failed on rank 0 (see the log of rank 0); every layer keeps its spec", step)
             return False
         self.follow(Plan.from_json(text.decode()))
         return True
@@ -117,7 +117,7 @@ class Controller:
         assert self.policy is not None
         try:
             if not self._sums:
-                raise ValueError("no step that this policy looks at was finite")
+                raise ValueError("all gradients that the policy may look at had inf or NaN")
             gradients = {
                 name: self._sums[name].view(shape)
                 if name in self._sums
@@ -128,7 +128,7 @@ class Controller:
             plan.check(self._layers.parameters.shapes)
             return plan.to_json().encode()
         except Exception:  # a user's policy may raise anything, and other ranks are waiting
-            log.exception("step %d: deciding failed", step)
+            log.exception("step %d: the policy failed to make a plan", step)
             return b""
 
     @property
@@ -157,11 +157,13 @@ class Controller:
             for name, value in state.get("sums", {}).items():
                 check_saved("the policy", name, value)
                 if name not in shapes:
-                    raise ValueError(f"the state holds a sum of gradients of {name!r}, which is no layer here")
+                    raise ValueError(
+                        f"the state has a sum of gradients of {name!r}, but this model has no layer of that name"
+                    )
                 if value.numel() != (numel := math.prod(shapes[name])):
                     raise ValueError(
-                        f"the state holds a sum of gradients of {name!r} with {value.numel()} elements, and that has "
-                        f"{numel} here; it is the state of another model"
+                        f"the state has a sum of gradients of {name!r} with {value.numel()} elements, but the layer "
+                        f"has {numel} elements here; this is the state of another model"
                     )
             if self.policy is not None:
                 before = copy.deepcopy(self.policy.state_dict())
@@ -170,7 +172,7 @@ class Controller:
                 finally:
                     self.policy.load_state_dict(before)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the state of the policy is not one: {error!r}") from error
+            raise ValueError(f"the state of the policy is invalid: {error!r}") from error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned. Layers are loaded elsewhere (:meth:`Layers.load`)."""

@@ -53,9 +53,9 @@ __all__ = ["BROKE_OFF", "Averaging", "is_in_backward"]
 
 #: The error text for a step whose backward pass ended early by an error outside of this library.
 BROKE_OFF = (
-    "a step broke off while gradients were on their way, so ranks may have averaged different things; on all "
-    "ranks call remove(), set compression up again, and go on from a checkpoint. (A DistributedDataParallel has to "
-    "be made again before, when the old one is gone)"
+    "a step ended early while gradients were being exchanged, so ranks may have different averages. On all ranks call "
+    "remove(), set up compression again, and load a checkpoint. (A model in DistributedDataParallel must be wrapped "
+    "again first, after the old wrapper was deleted)"
 )
 
 
@@ -287,8 +287,9 @@ class Averaging:
             dtype = self.layers.parameters.by_name[first].vector.dtype
             if buffer.dtype != dtype and not dtype.is_complex:  # complex gradients come as pairs of real numbers
                 raise UnsupportedError(
-                    f"{first} comes in {buffer.dtype}, and was in {dtype} when compression was set up; convert a model "
-                    "before it is wrapped and compression is set up, or call remove() on all ranks, and set it up again"
+                    f"the gradient of {first} has dtype {buffer.dtype}, but {dtype} when compression was set up; "
+                    "convert the model before it is wrapped and compression is set up, or call remove() on all ranks "
+                    "and set up compression again"
                 )
 
     def _step_facts(self) -> Facts:
@@ -403,17 +404,17 @@ class Averaging:
 
     def _check_between_steps(self, what: str) -> None:
         if self._removed:
-            raise RuntimeError(f"{what}: this handle was removed; make a new one")
+            raise RuntimeError(f"{what}: this handle was removed; set up compression again for a new one")
         if self._broke_off():
             raise RuntimeError(f"{what}: {BROKE_OFF}")
         if self._open_step is not None and not self._open_step.abandoned:
             raise RuntimeError(
-                f"{what} was called inside backward, where residuals are half-way; call it between steps"
+                f"{what} was called inside backward, while residuals are being updated; call it between steps"
             )
         if self._open_step is not None and self._open_step.torn:
             raise RuntimeError(
-                f"{what}: the exchange broke off while a step was being written, so part of the residuals is sent and "
-                "part is not; go on from the last checkpoint"
+                f"{what}: the exchange failed while a step was being written, so only some residuals were updated; "
+                "restart all ranks from the last checkpoint"
             )
 
 
@@ -458,7 +459,10 @@ class _Unread:
 
 
 def _raise_damaged() -> None:
-    raise PayloadError("a payload of an earlier step was damaged on its way, and residuals may be wrong since")
+    raise PayloadError(
+        "a payload of an earlier step was damaged on the network, so residuals may be wrong; restart all ranks from a "
+        "checkpoint"
+    )
 
 
 def _call(method: Callable[[BaseException], None] | None, error: BaseException) -> None:

@@ -36,8 +36,8 @@ __all__ = ["Handle"]
 log = logging.getLogger(__name__)
 
 _LOAD_ADVICE = (
-    "Call load_state_dict on all ranks, between the same two steps, with states that were saved together. Nothing has "
-    "changed on any rank"
+    "Call load_state_dict on all ranks, between the same two steps, with states that were saved at the same step. No "
+    "state was loaded on any rank"
 )
 
 
@@ -67,8 +67,8 @@ class Handle(Averaging):
     def __reduce__(self) -> NoReturn:
         """Refuse copies and pickles, with an error that says what to do instead."""
         raise TypeError(
-            f"a {type(self).__name__} belongs to one process and its group, so it is neither copied nor pickled: save "
-            "handle.state_dict(), and load that into a handle of the other model"
+            f"a {type(self).__name__} belongs to one process and its process group, and cannot be copied or pickled: "
+            "save handle.state_dict(), and load it into a handle of the other model"
         )
 
     def stats(self) -> Stats[StepStats]:
@@ -186,7 +186,7 @@ class Handle(Averaging):
                 self._agreement.now({"call": "remove"}, ADVICE)
             except RuntimeError as error:  # go on even if other ranks have gone
                 self._loan.broken = True
-                log.warning("remove: other ranks could not be asked: %s", error)
+                log.warning("remove: this rank could not compare its call with those of other ranks: %s", error)
         self._removed = True
         self._close()
         self._peers.close()
@@ -305,8 +305,8 @@ class Handle(Averaging):
         self._check_between_steps("load_state_dict")
         if self._engine.error is not None:
             raise RuntimeError(
-                f"load_state_dict: the exchange stopped at an earlier step ({self._engine.error}); start all ranks "
-                "again, and load the state there"
+                f"load_state_dict: the exchange stopped at an earlier step ({self._engine.error}); restart all ranks, "
+                "and load the state in the new processes"
             ) from self._engine.error
         # The list is the same on all ranks, so all of them raise if it is invalid, without telling each other.
         given: Any = state
@@ -347,8 +347,8 @@ class Handle(Averaging):
         here, there = (self._peers.rank, self._peers.size), (mine["rank"], mine["world_size"])
         if here != there:
             raise ValueError(
-                f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; every "
-                "rank loads its own, or, after a change of the number of ranks, the list of all ranks' states"
+                f"this is rank {here[0]} of {here[1]}, but the state is of rank {there[0]} of {there[1]}; load each "
+                "rank's own state, or, if the number of ranks has changed, the list of all ranks' states on every rank"
             )
         residuals = kept(mine)
         self.layers.check_load(mine["layers"], residuals, mine["spec"], mine.get("memory formats"))

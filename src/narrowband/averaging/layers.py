@@ -234,7 +234,7 @@ class Layers:
         unknown = sorted(set(names) - shapes.keys())
         if unknown:
             raise ValueError(
-                f"{', '.join(unknown)}: no parameters that this handle compresses; there are: {sorted(shapes)}"
+                f"{', '.join(unknown)}: this handle compresses no parameters of these names; it has: {sorted(shapes)}"
             )
 
     def all_beside(self, specs: Iterable[tuple[str, str | Codec | Compression | Method]]) -> list[Compression]:
@@ -364,8 +364,8 @@ class Layers:
         self._check_kind(saved, saved_with)
         if self.state is None and any(saved.values()):
             raise ValueError(
-                f"the state was saved with {saved_with!r} and holds the residual; {str(self.default)!r} "
-                "has no feedback that could send it. Use a spec with a feedback, or clear state['feedback'] to drop it"
+                f"the state was saved with {saved_with!r} and has residuals, but {str(self.default)!r} has no feedback "
+                "that could send them. Use a spec with feedback, or clear state['feedback'] to drop the residuals"
             )
         if formats is not None and any(saved.values()):
             self._check_formats(formats)
@@ -376,7 +376,7 @@ class Layers:
                 states[name].check_state(values)
                 self._check_fits(states[name], values)
             elif values:
-                raise ValueError(f"the state holds residuals of {name}, and no layer here has that feedback")
+                raise ValueError(f"the state has residuals of the feedback {name}, but no layer here has this feedback")
 
     def load(self, specs: Mapping[str, str], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Resume with these specs and the saved feedback by state name. Call :meth:`check_load` on both before."""
@@ -397,8 +397,8 @@ class Layers:
         if self.state is None or before is None or before.incremental == self.incremental or not any(saved.values()):
             return
         raise ValueError(
-            f"the state was saved with {saved_with!r}, and what that keeps means nothing to {str(self.default)!r}; go "
-            "on with the former, or clear state['feedback'] on all ranks to begin anew"
+            f"the state was saved with {saved_with!r}, and its feedback cannot be converted to that of "
+            f"{str(self.default)!r}; use {saved_with!r}, or clear state['feedback'] on all ranks to drop it"
         )
 
     def _check_formats(self, saved: Mapping[str, str]) -> None:
@@ -408,9 +408,9 @@ class Layers:
             was, now = (formats.get(name, "contiguous") for formats in (saved, here))
             if was != now and name in self.parameters.by_name:
                 raise ValueError(
-                    f"the state's residuals are those of a model in which {name} was {was} when compression was set "
-                    f"up, and here it was {now}: convert the model to the same memory format before compression is set "
-                    "up, or clear state['feedback'] on all ranks to begin without residuals"
+                    f"the state was saved with {name} in the memory format {was}, but compression was set up here with "
+                    f"{name} in the memory format {now}: convert the model to the same memory format before "
+                    "compression is set up, or clear state['feedback'] on all ranks to begin without residuals"
                 )
 
     def _check_fits(self, state: State, saved: Mapping[str, Tensor]) -> None:
@@ -421,7 +421,6 @@ class Layers:
         for key, value in saved.items():
             if not state.fits(key, value, layers, others):
                 raise ValueError(
-                    f"the state holds {value.numel()} elements for {key!r}, which is not what this model compresses "
-                    "there; it is the state of another model, or was saved with another feedback or min_numel, or with "
-                    "other parameters frozen"
+                    f"the state has {value.numel()} elements for {key!r}, which does not fit this model; the state is "
+                    "of another model, or was saved with another feedback or min_numel, or with other parameters frozen"
                 )

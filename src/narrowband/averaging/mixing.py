@@ -26,9 +26,9 @@ def for_gradients(spec: str | Codec | Compression | Method) -> Compression:
     chosen = compression(spec)
     if chosen.feedback is not None and chosen.feedback.per_sample:
         raise UnsupportedError(
-            f"{str(chosen)!r} cannot compress gradients: {chosen.feedback.name} keeps buffers per sample, and "
-            "gradients are sums over samples; it is for activations between pipeline stages. Use a codec with '+ef' "
-            "here"
+            f"{str(chosen)!r} cannot compress gradients: {chosen.feedback.name} keeps a buffer for each sample, but "
+            f"gradients are sums over samples; {chosen.feedback.name} is for activations between pipeline stages. For "
+            "gradients use a codec with '+ef'"
         )
     return chosen
 
@@ -45,11 +45,14 @@ def codec_like(default: Compression, spec: str | Codec | Compression | Method, n
     same_feedback = layer.feedback is None or type(layer.feedback) is type(default.feedback)
     if layer.feedback is not None and not layer.feedback.mixes:
         raise ValueError(
-            f"{name!r} cannot have {str(layer)!r}: the settings of {layer.feedback.name} are the whole model's, so "
-            f"name the codec alone, as in {str(layer.codec)!r}"
+            f"{name!r} cannot have {str(layer)!r}: the settings of {layer.feedback.name} apply to the whole model; "
+            f"give the codec alone, as in {str(layer.codec)!r}"
         )
     if not (same_codec and same_feedback):
-        raise ValueError(f"{name!r} cannot have {str(layer)!r} in a model that has {str(default)!r}")
+        raise ValueError(
+            f"{name!r} cannot have {str(layer)!r} in a model that has {str(default)!r}: only the settings of the codec "
+            "may differ"
+        )
     return layer.codec
 
 
@@ -79,13 +82,16 @@ def spec_beside(
         return layer
     if collective != "auto":
         if layer.feedback is not None and layer.feedback.collective is not None:
-            raise ValueError(f"{name!r} cannot have {str(layer)!r} with collective={collective!r}")
+            raise ValueError(
+                f"{name!r} cannot have {str(layer)!r} with collective={collective!r}: {layer.feedback.name} has a "
+                "collective of its own; use collective='auto'"
+            )
         check(layer.codec, collective, states.get(""))
     if default.feedback is None:
         if layer.feedback is not None:
             raise ValueError(
-                f"{name!r} cannot have {str(layer)!r} in a model that has {str(default)!r}, without feedback: "
-                "give the model one, and every layer has it"
+                f"{name!r} cannot have {str(layer)!r} in a model that has {str(default)!r}, without feedback: add "
+                "feedback to the model's spec, and every layer has it"
             )
         return layer
     if not default.feedback.mixes:
@@ -108,13 +114,16 @@ def _check_feedback(default: Compression, name: str, layer: Compression, states:
     if layer.feedback.incremental != default.feedback.incremental:
         raise ValueError(
             f"{name!r} cannot have {str(layer)!r} in a model that has {str(default)!r}: the state of "
-            "incremental feedback cannot become a residual, nor a residual such a state; leave this feedback out"
+            "incremental feedback (ef21) and a residual cannot be converted into each other; leave the feedback out of "
+            "the layer's spec"
         )
     if not layer.feedback.compensates:
-        raise ValueError(f"{name!r} cannot have {str(layer)!r}: in this model every layer has feedback")
+        raise ValueError(
+            f"{name!r} cannot have {str(layer)!r}: every layer of this model has feedback, and this spec has none"
+        )
     there = next((state for state in states.values() if type(state) is type(layer.feedback)), None)
     if there is not None and not there.shares_state_with(layer.feedback):
         raise ValueError(
-            f"{name!r} cannot have {str(layer)!r} in a model that has {str(there)!r}: {there.name} keeps one state "
-            "for all layers that have it, which these settings cannot share"
+            f"{name!r} cannot have {str(layer)!r} in a model that has {str(there)!r}: all layers with {there.name} "
+            "share one state, and these settings differ too much to share it"
         )

@@ -47,7 +47,8 @@ class DGCSGD(torch.optim.Optimizer):
     ) -> None:
         if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1:
             raise ValueError(
-                f"lr={lr} and weight_decay={weight_decay} must not be negative, and momentum={momentum} be in [0, 1)"
+                f"lr={lr} and weight_decay={weight_decay} must not be negative, and momentum={momentum} must be in "
+                "[0, 1)"
             )
         if nesterov and not momentum:
             raise ValueError("nesterov=True needs a momentum above 0")
@@ -99,17 +100,17 @@ def check_momentum(optimizer: torch.optim.Optimizer, method: State, parameters: 
             theirs = (group["momentum"], group["nesterov"])
             if theirs != (method.momentum, method.nesterov):
                 raise ValueError(
-                    f"DGCSGD has momentum={theirs[0]} and nesterov={theirs[1]}, the spec {method.momentum} and "
-                    f"{method.nesterov}; give both the same"
+                    f"DGCSGD has momentum={theirs[0]} and nesterov={theirs[1]}, but the spec has "
+                    f"momentum={method.momentum} and nesterov={method.nesterov}; give both the same values"
                 )
             continue
         momentum = group.get("momentum", group.get("betas", (0.0,))[0])
         if momentum:
             key = "momentum" if "momentum" in group else "betas[0]"
             raise ValueError(
-                f"momentum in both places: {type(optimizer).__name__} has {key}={momentum}, and dgc applies "
-                f"{method.momentum} before the wire. Take nb.DGCSGD, which has momentum for weight decay only, set the "
-                "optimizer's to 0, or leave it to the optimizer with momentum=0 in the spec"
+                f"momentum is applied twice: {type(optimizer).__name__} has {key}={momentum}, and dgc applies "
+                f"momentum={method.momentum} to gradients before they are sent. Use nb.DGCSGD, which has momentum for "
+                f"weight decay only; or set the optimizer's {key} to 0; or write momentum=0 in the spec"
             )
 
 

@@ -191,12 +191,13 @@ class Parameters:
         found = []
         if odd:
             found.append(
-                f"these gradients travel uncompressed, codecs take float32, float16 and bfloat16: {', '.join(odd)}"
+                f"these gradients are sent uncompressed, because codecs take float32, float16 and bfloat16 only: "
+                f"{', '.join(odd)}"
             )
         if not self.shapes and not any(vector.compressed for vector in self.vectors):
             found.append(
-                "nothing to compress: no parameter in float32, float16 or bfloat16, norms aside, has two dimensions or "
-                f"more and at least min_numel={self._min_numel} elements"
+                "nothing is compressed: apart from norms, no parameter in float32, float16 or bfloat16 has two "
+                f"dimensions or more and at least min_numel={self._min_numel} elements"
             )
         return found
 
@@ -251,8 +252,8 @@ def refuse_unaveraged(names: Iterable[str], then: str) -> None:
     if found := list(names):
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise UnsupportedError(
-            f"nothing averages {found[0]}{more}, which did not require a gradient when compression was set up, or did "
-            f"not exist (load_state_dict(assign=True) makes all parameters anew); {then}"
+            f"gradients of {found[0]}{more} are not averaged: when compression was set up, these parameters did not "
+            f"exist or did not require a gradient (load_state_dict(assign=True) replaces all parameters); {then}"
         )
 
 

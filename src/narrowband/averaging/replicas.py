@@ -53,9 +53,9 @@ def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup 
             together |= set(p.device_mesh.mesh.flatten().tolist())
     if both := sorted(others & together):
         raise UnsupportedError(
-            f"ranks {both} of process_group train the same replica as this rank, and average with it already; pass the "
-            'group of the ranks that hold the same part of each replica, such as mesh["replicas"].get_group(), and let '
-            "the model's own mesh have the ranks of one replica alone"
+            f"process_group has ranks {both}, which train the same replica as this rank and average with it already. "
+            'Pass the group of the ranks that hold the same part of each replica, as mesh["replicas"].get_group() is, '
+            "and use a mesh with the ranks of one replica only for the model itself"
         )
 
 
@@ -81,8 +81,8 @@ def check_parts(model: nn.Module, what: str, *, min_numel: int = 0) -> None:
     ]
     if whole and any(placements.values()):
         raise UnsupportedError(
-            f"{what} on each rank of a replica by the parts that it has, and all of them have {', '.join(whole)} as a "
-            "whole, which would part: shard these parameters, too, or leave that out"
+            f"{what} on each rank separately, from that rank's shards. But {', '.join(whole)} are not sharded, and the "
+            "copies on the ranks of a replica would become different: shard these parameters too, or do without it"
         )
 
 

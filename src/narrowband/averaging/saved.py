@@ -75,11 +75,11 @@ def states_in(folder: str | PathLike[str], key: str, handle: Handle) -> list[dic
             others.add(place[1])
     if not found and others:
         raise ValueError(
-            f"{folder} holds states of {key!r} for {', '.join(sorted(others))}, and none for {shard}, which is this "
-            "rank's: the ranks that hold one replica, or that are in one machine, have to be as many as there were"
+            f"{folder} has states of {key!r} for {', '.join(sorted(others))}, but none for {shard}, which this rank "
+            "needs: load with as many ranks per replica, or per machine, as when the checkpoint was saved"
         )
     if not found:
-        raise ValueError(f"{folder} holds no state of {key!r}: save handle.stateful under that name")
+        raise ValueError(f"{folder} has no state of {key!r}: save handle.stateful under that name")
     states: dict[str, Any] = dict.fromkeys(found.values(), b"")
     with warnings.catch_warnings():  # DCP warns that it runs without a process group
         warnings.simplefilter("ignore", UserWarning)

@@ -99,12 +99,14 @@ class Settings:
         brings = chosen.feedback if chosen.feedback is not None and chosen.feedback.collective is not None else None
         if small != "uncompressed" and brings is not None:
             raise UnsupportedError(
-                f"{brings.name} averages matrices by a collective of its own, and small parameters make none; use "
-                "small='uncompressed'"
+                f"{brings.name} averages matrices only, by a collective of its own, and cannot compress the vector of "
+                "small parameters; use small='uncompressed'"
             )
         if collective != "auto":
             if collective not in COLLECTIVES:
-                raise ValueError(f"collective={collective!r} is none of auto, {', '.join(COLLECTIVES)}")
+                raise ValueError(
+                    f"collective={collective!r} is unknown; expected one of auto, {', '.join(COLLECTIVES)}"
+                )
             if brings is not None:
                 raise UnsupportedError(f"{chosen} has a collective of its own; use collective='auto'")
             check(chosen.codec, collective, chosen.feedback)
@@ -142,20 +144,22 @@ class Settings:
             check_momentum(optimizer, method, (p for _, p in parameters))
         elif method.momentum and warn:
             log.warning(
-                "%s applies momentum=%s before the wire, and the optimizer must not apply it again; pass optimizer=… "
-                "to have that checked",
+                "%s applies momentum=%s to gradients before they are sent, so the optimizer must not apply momentum "
+                "again; pass optimizer=… to have this checked",
                 method.name,
                 method.momentum,
             )
         odd = [name for name, p in parameters if p.requires_grad and p.dtype.is_complex]
         if odd and method.momentum:
             raise UnsupportedError(
-                f"{method.name} keeps the momentum of real numbers; these parameters are complex: {', '.join(odd)}"
+                f"{method.name} supports momentum for real parameters only; these parameters are complex: "
+                f"{', '.join(odd)}"
             )
         if not method.needs_learning_rates:
             return self
         if optimizer is None:
             raise ValueError(
-                f"{self.compression} accumulates steps, gradients times the learning rate: pass optimizer=…"
+                f"{self.compression} needs the learning rate, because its residuals are in units of steps: pass "
+                "optimizer=…"
             )
         return replace(self, rates=optimizer)

@@ -73,14 +73,14 @@ def check_state(state: object) -> Mapping[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise ValueError(
-            f"a state is what handle.state_dict() returned, not {type(state).__name__}; pass this rank's own, or a "
-            "list of all ranks' states"
+            f"expected a state that handle.state_dict() returned, got {type(state).__name__}; pass this rank's own "
+            "state, or a list of all ranks' states"
         )
     lacking = [key for key in ("version", *_FIELDS) if key not in state and key not in _ADDED]
     if "version" in state and state["version"] != VERSION:
         raise ValueError(
-            f"the state has version {state['version']!r}, and version {VERSION} is read here; load it with the "
-            "narrowband that saved it, or begin without it"
+            f"the state has version {state['version']!r}, but this narrowband reads version {VERSION}; load the state "
+            "with the narrowband that saved it, or begin without it"
         )
     if lacking:
         raise ValueError(
@@ -89,14 +89,16 @@ def check_state(state: object) -> Mapping[str, Any]:
         )
     for key, (expected, fits) in _FIELDS.items():
         if key in state and not fits(state[key]):
-            raise ValueError(f"the state has {_short(state[key])} for {key!r}, and {expected} belongs there")
+            raise ValueError(f"the state has {_short(state[key])} for {key!r}, expected {expected}")
     if state["rank"] >= state["world_size"]:
-        raise ValueError(f"the state is of rank {state['rank']} of {state['world_size']}, which cannot be")
+        raise ValueError(
+            f"the state is of rank {state['rank']}, but was saved by {state['world_size']} ranks, so it is damaged"
+        )
     for spec in (state["spec"], *state["layers"].values()):
         try:
             compression(spec)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"the state has a spec that does not exist here: {error}") from error
+            raise ValueError(f"the state has an invalid spec: {error}") from error
     return state
 
 
@@ -117,7 +119,9 @@ def states_of_all_ranks(
     checked = sorted((check_state(state) for state in states), key=lambda state: int(state["rank"]))
     ranks, size = [state["rank"] for state in checked], checked[0]["world_size"]
     if ranks != list(range(size)):
-        raise ValueError(f"the states were saved by {size} ranks, but these are of ranks {ranks}; pass all, once")
+        raise ValueError(
+            f"the states were saved by {size} ranks, but the list has those of ranks {ranks}; pass each rank's once"
+        )
     all_facts = [facts_of(state) for state in checked]
     for key in dict.fromkeys(key for facts in all_facts for key in facts):
         values: dict[str, list[int]] = {}
@@ -125,9 +129,7 @@ def states_of_all_ranks(
             values.setdefault(str(facts.get(key, "nothing")), []).append(rank)
         if len(values) > 1:
             who = "; ".join(f"{_short(value)} on rank(s) {', '.join(map(str, at))}" for value, at in values.items())
-            raise ValueError(
-                f"the states are not of one moment of one run: {key} ({who}); pass states that were saved together"
-            )
+            raise ValueError(f"the states differ in {key} ({who}); pass states that one run saved at the same step")
     return checked
 
 

@@ -47,7 +47,7 @@ __all__ = ["ADVICE", "Group", "Parts", "Step", "fill_with_nan"]
 #: The advice in the error that ranks raise if they disagree about a step.
 ADVICE = (
     "Call pause, resume, set_epoch, set_layers, load_state_dict and remove on all ranks, between the same two steps, "
-    "with the same arguments; then go on from a checkpoint of all ranks"
+    "with the same arguments. To recover, restart all ranks from a checkpoint"
 )
 
 #: Types of devices that run asynchronously to the host.
@@ -272,10 +272,11 @@ class Step:
         elif buffer.is_sparse:
             if observer is not None and observer.momentum:
                 raise UnsupportedError(
-                    "dgc keeps momentum for every element, and this gradient is sparse; use a dense gradient "
+                    "dgc keeps momentum for every element, but the gradient of "
+                    f"{', '.join(parameter.name for parameter in group.parameters)} is sparse; use a dense gradient "
                     "(sparse=False), or dgc with momentum=0"
                 )
-            self._layers.warn_once("sparse gradients travel uncompressed")
+            self._layers.warn_once("sparse gradients are sent uncompressed")
             self._start(self._all_reduce(buffer, group.parameters, check=self.compressing))
         else:
             self._stats.raw_bytes += all_reduce_nbytes(buffer.nbytes, self._peers.size)

@@ -90,7 +90,9 @@ def raise_on_all(agreement: Agreement, failure: Exception | None) -> None:
     """
     problem = "none" if failure is None else f"{type(failure).__name__}: {failure}"
     try:
-        agreement.now({"call": "warm_up", "problem": problem}, "What a step runs has to run at set-up on all ranks")
+        agreement.now(
+            {"call": "warm_up", "problem": problem}, "Set-up runs what a step will run, which failed on some ranks"
+        )
     except DisagreementError as disagreement:
         raise disagreement from failure
     if failure is not None:

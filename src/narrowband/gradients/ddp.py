@@ -138,8 +138,9 @@ class DDPCompression(GradientCompression):
         model = self._model()
         if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
             raise UnsupportedError(
-                "join(divide_by_initial_world_size=False) divides by the number of ranks that still have data, "
-                "which compressed averages do not know; use join(divide_by_initial_world_size=True), the default"
+                "join(divide_by_initial_world_size=False) divides by the number of ranks that still have data, but "
+                "compressed averages always divide by the number of all ranks; use "
+                "join(divide_by_initial_world_size=True), the default"
             )
 
 

@@ -80,21 +80,21 @@ def hook_of(model: DistributedDataParallel) -> Hook:
     hook = _hooks.get(model)
     if getattr(model, "_use_python_reducer", False):
         raise UnsupportedError(
-            'this model was wrapped under torch._dynamo.config.optimize_ddp="python_reducer", which gives hooks single '
-            "gradients inside of compiled autograd and waits for none of their averages; leave optimize_ddp True, with "
-            "which torch.compile works"
+            'this model was wrapped with torch._dynamo.config.optimize_ddp="python_reducer", with which '
+            "DistributedDataParallel does not wait for the averages of a hook; leave optimize_ddp=True, which works "
+            "with torch.compile"
         )
     if getattr(model, "_delay_all_reduce_params", None):
         raise UnsupportedError(
-            "this model was wrapped with delay_all_reduce_named_params, whose averages DistributedDataParallel does "
-            "not wait for: it counts on messages that follow in the same group, and compressed ones travel in another. "
-            "Wrap it without that"
+            "this model was wrapped with delay_all_reduce_named_params. DistributedDataParallel waits for their "
+            "averages only if later messages use the same process group, but compressed ones use another. Wrap the "
+            "model without delay_all_reduce_named_params"
         )
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise UnsupportedError(
             "this model was wrapped with skip_all_reduce_unused_params=True, which leaves out buckets of unused "
-            "parameters, so that nobody knows which is a step's last, and backward would wait for that. Wrap it "
-            "without; find_unused_parameters=True may stay"
+            "parameters. Then the last bucket of a step is unknown, and backward would wait forever. Wrap the model "
+            "without skip_all_reduce_unused_params; find_unused_parameters=True works"
         )
     if hook is None:
         if model._comm_hooks:  # DDP has no public attribute for this
@@ -111,7 +111,7 @@ class Hook(Left):
         model: the model. None, as in the copy of a model: do nothing.
     """
 
-    without = "it averages uncompressed"
+    without = "its gradients are averaged uncompressed"
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         super().__init__()
@@ -250,10 +250,11 @@ class _Watch:
         if steps < STEPS_WITHOUT_CALL:
             return
         raise RuntimeError(
-            f"nothing is averaged: {type(optimizer).__name__} is about to make step {steps} in a row with gradients of "
-            "the compressed model, which was not called meanwhile. Only what goes through DistributedDataParallel is "
-            "averaged, so the replicas part. Write `model = DistributedDataParallel(model)` before compress_gradients "
-            "and call that model. If these steps are local on purpose, call handle.pause() or handle.remove() first"
+            f"gradients are not averaged: {type(optimizer).__name__} is about to make step {steps} in a row with "
+            "gradients of the compressed model, but the model was not called between these steps. "
+            "DistributedDataParallel averages only gradients of its own forward passes, so replicas become different. "
+            "Write `model = DistributedDataParallel(model)` before compress_gradients and call that model. If these "
+            "steps are local on purpose, call handle.pause() or handle.remove() first"
         )
 
 

@@ -45,7 +45,7 @@ class Left(ABC):
         if self.has_handle and not self._warned_copied:
             self._warned_copied = True
             log.warning(
-                "the copy (or saved file) of a model has no compression: %s, unless compress_gradients is called for "
-                "it; save handle.state_dict() to keep the residuals",
+                "a copied (or saved) model has no compression: %s, unless compress_gradients is called for the copy; "
+                "save handle.state_dict() to keep the residuals",
                 self.without,
             )

@@ -99,10 +99,12 @@ def levels_of(
         nodes = whole_number("nodes", nodes)
     if not isinstance(nodes, (int, str)):
         if nodes.ndim != 2 or sorted(nodes.mesh.flatten().tolist()) != sorted(ranks):
-            raise ValueError(f"nodes={nodes}: give a mesh of nodes × ranks with the ranks that average, {ranks}")
+            raise ValueError(
+                f"nodes={nodes}: expected a mesh of nodes × ranks that has exactly the ranks that average, {ranks}"
+            )
         return None if nodes.size(1) == 1 else Levels(nodes.get_group(1), nodes.get_group(0))
     if isinstance(nodes, str) and nodes != "auto":
-        raise ValueError(f"nodes={nodes!r} is neither a number, nor 'auto', nor a mesh")
+        raise ValueError(f"nodes={nodes!r}: expected a number of machines, 'auto', or a mesh of nodes × ranks")
     here = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
     hosts: list[Any] = [None] * len(ranks)
     dist.all_gather_object(hosts, here, group=group)
@@ -124,7 +126,7 @@ def levels_of(
     if len(set(sizes.values())) > 1:
         raise UnsupportedError(
             f"nodes have different numbers of ranks ({', '.join(str(sizes[node]) for node in sorted(sizes))}), so "
-            "their shards do not fit; start as many ranks on each"
+            "their shards differ; start the same number of ranks on each node"
         )
     if len(sizes) in (1, len(ranks)):
         return None
@@ -218,7 +220,10 @@ class TwoLevelCompression(DDPCompression):
             sum(span.stop - span.start for span, _ in by_rank) for by_rank in zip(*self._places.values(), strict=True)
         ]
         if not all(shares):  # computed for every rank of the node, so all of them raise
-            raise UnsupportedError(f"a node of {size} ranks has more of them than this model has rows to share")
+            raise UnsupportedError(
+                f"a node has {size} ranks, but this model has too few rows of parameters for each rank to have a "
+                "share; leave nodes= out"
+            )
         self._size, self._rank = size, rank
         if settings.plan is not None:
             norms = norms_of(model.module)
@@ -290,7 +295,7 @@ class TwoLevelCompression(DDPCompression):
         """Make the ranks on other nodes that wait for this step's agreement raise now, not after a time-out."""
         if not self.in_step and self._engine.error is None and not self._removed:
             with contextlib.suppress(RuntimeError, ValueError):
-                self._agreement.now({"call": "stop, as its node has lost a rank"}, ADVICE)
+                self._agreement.now({"call": "stop, because an exchange inside its node failed"}, ADVICE)
 
     def _resolve(self, bucket: _Bucket) -> None:
         if self._stopped is None:

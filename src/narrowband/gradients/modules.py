@@ -107,8 +107,8 @@ class ModuleCompression(GradientCompression):
         self._small = _small_shards(module, self.layers.parameters.by_name, settings.min_numel)
         if whole := _outside_of_units(module):
             self.layers.warn_once(
-                f"{', '.join(whole)} lie in no module that fully_shard was called with. The ranks that share a "
-                "replica do not average them, so they part: call fully_shard(model) too"
+                f"{', '.join(whole)} are in no module that fully_shard was called with. The ranks of a replica do not "
+                "average their gradients, so these parameters become different on each: call fully_shard(model) too"
             )
         self._reset()
         self._steps = Steps(self, by_tensor) if self.size > 1 else None
@@ -185,17 +185,17 @@ class ModuleCompression(GradientCompression):
         if self._backward is None:  # no hook on the model's outputs has called begin()
             if _in_backward_of_another():
                 raise UnsupportedError(
-                    "a checkpoint with use_reentrant=True runs backward inside of backward, and in what the model "
-                    "returned no tensors were found that tell when the outer one ends: return them in lists, tuples, "
-                    "dictionaries or dataclasses, or checkpoint with use_reentrant=False"
+                    "activation checkpointing with use_reentrant=True runs backward inside of backward, and the end of "
+                    "the outer one is detected by tensors in the model's output, but none were found: return tensors "
+                    "in lists, tuples, dictionaries or dataclasses, or use use_reentrant=False"
                 )
             self.begin()
         self._any = True
         at = self._group_of[p]
         if at < len(self._futures):
             raise UnsupportedError(
-                f"{self.layers.parameters.by_tensor[p].name} got a gradient after its gradient was sent, in the same "
-                "backward pass; checkpoint with use_reentrant=False"
+                f"{self.layers.parameters.by_tensor[p].name} got another gradient in the same backward pass, after its "
+                "gradient was sent; use activation checkpointing with use_reentrant=False"
             )
         self._lacking[at].discard(p)
         while len(self._futures) < len(self._groups) and self._is_ready(len(self._futures)):
@@ -313,8 +313,8 @@ class ModuleCompression(GradientCompression):
             return
         if self._unreduced:
             raise UnsupportedError(
-                "average: FSDP2 reduces no gradients inside of no_sync, so this model's parameters have none of those "
-                "that have added up; run the last backward pass of a step outside of no_sync, and leave average out"
+                "average: FSDP2 reduces no gradients inside of no_sync, so the accumulated gradients are not in .grad "
+                "yet; run the last backward pass of a step outside of no_sync, and leave average out"
             )
         self._any = True
         self._send_rest()
@@ -393,7 +393,7 @@ class Outputs(Left):
         handle: the handle to notify. None, as in the copy of a model: do nothing.
     """
 
-    without = "nobody averages its gradients"
+    without = "its gradients are not averaged"
 
     def __init__(self, handle: weakref.ref[ModuleCompression] | None = None) -> None:
         super().__init__()

@@ -48,7 +48,11 @@ def what_it_is(model: object) -> str:
         )
     if isinstance(model, torch.nn.Module):
         found = ", ".join(f"model.{name}" for name in ddps_in(model))
-        return f"a module around DistributedDataParallel. Pass what is in that: {found}" if found else ""
+        return (
+            f"a module around DistributedDataParallel. Pass the DistributedDataParallel inside it: {found}"
+            if found
+            else ""
+        )
     return f"{model.__name__}, a class" if isinstance(model, type) else type(model).__name__
 
 

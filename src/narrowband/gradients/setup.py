@@ -126,19 +126,19 @@ def compress_gradients(
     )
     if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
         raise UnsupportedError(
-            "this model's optimizer steps inside backward (_apply_optimizer_in_backward), before the averages arrive; "
-            "step it after backward instead"
+            "this model's optimizer steps inside backward (_apply_optimizer_in_backward), before gradients are "
+            "averaged; step the optimizer after backward instead"
         )
     if shares_with(model):
         raise UnsupportedError(
-            "gradients of this model are compressed already, by a handle of the module, of a part of it, or of what it "
-            "is part of; keep that handle, or call its remove() first"
+            "gradients of this model are compressed already: the model, a part of it, or a model around it has a "
+            "handle; keep that handle, or call its remove() first"
         )
     if isinstance(model, DistributedDataParallel):
         if small != "uncompressed" and model.find_unused_parameters:
             raise UnsupportedError(
-                f"small={str(small)!r} cannot tell which parts of its vector had no gradient, which "
-                "find_unused_parameters=True allows; use small='uncompressed'"
+                f"small={str(small)!r} does not work with find_unused_parameters=True, because a compressed vector "
+                "does not show which parameters had no gradient; use small='uncompressed'"
             )
         hook = hook_of(model)
         group = process_group or model.process_group
@@ -147,17 +147,17 @@ def compress_gradients(
         levels = None if nodes is None else levels_of(nodes, group, next(model.parameters()).device)
         if levels is None:
             return DDPCompression(model, hook, settings, group)
-        _check_shards(model, "on two levels")
+        _check_shards(model, "as with nodes=")
         return TwoLevelCompression(model, hook, settings, levels)
     if nodes is not None:
         raise UnsupportedError(
-            "nodes= is for models in DistributedDataParallel; shard this one inside its nodes with fully_shard, and "
-            "pass process_group= of the ranks that hold the same shard"
+            "nodes= is for models in DistributedDataParallel; shard this model among the ranks of each node with "
+            "fully_shard instead, and pass process_group= of the ranks that hold the same shard"
         )
     group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
     check_replica(model, group)
     if any(hasattr(p, "to_local") for p in model.parameters()):
-        _check_shards(model, "of a sharded model")
+        _check_shards(model, "as in a sharded model")
         if settings.policy is not None:
             check_parts(model, "a policy chooses specs", min_numel=settings.min_numel)
         if settings.plan is not None:
@@ -175,10 +175,14 @@ def _check_shards(model: nn.Module, where: str) -> None:
     """
     sparse = [name for name, each in model.named_modules() if getattr(each, "sparse", False)]
     if sparse:
-        raise UnsupportedError(f"sparse gradients have no shards {where}: give {', '.join(sparse)} sparse=False")
+        raise UnsupportedError(
+            f"sparse gradients cannot be averaged shard by shard, {where}: set sparse=False for {', '.join(sparse)}"
+        )
     odd = [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
     if odd:
-        raise UnsupportedError(f"complex parameters have no shards {where}: {', '.join(odd)}")
+        raise UnsupportedError(
+            f"gradients of complex parameters cannot be averaged shard by shard, {where}: {', '.join(odd)}"
+        )
 
 
 def _inside(model: nn.Module, settings: Settings) -> dist.ProcessGroup | None:
@@ -199,8 +203,9 @@ def _inside(model: nn.Module, settings: Settings) -> dist.ProcessGroup | None:
     odd = [name for name, mesh in meshes.items() if mesh is None or mesh != found[0]]
     if math.isfinite(method.clip) and (odd or found[0].ndim != 1):
         raise UnsupportedError(
-            f"{method.name} with a clip needs the norm of a whole gradient, of which each rank of a node has one part: "
-            f"shard all parameters among the same ranks; others are {', '.join(odd) or 'sharded in several dimensions'}"
+            f"{method.name} with a clip needs the norm of whole gradients, but each rank of a node has only shards: "
+            "shard all parameters among the same ranks, in one dimension; others are "
+            f"{', '.join(odd) or 'sharded in several dimensions'}"
         )
     group: dist.ProcessGroup | None = found[0].get_group() if len(found) == 1 and found[0].ndim == 1 else None
     return group

@@ -136,13 +136,14 @@ class Steps:
         observer = handle.layers.observer
         if (handle.paused and observer is None) or handle.stats().last.skipped:  # after a skip, a scaler skips its step
             return
-        momentum = ", and dgc applies momentum to it once more" if observer is not None else ""
+        momentum = ", and dgc applies momentum to them once more" if observer is not None else ""
         handle.layers.warn_once(
-            "backward was averaged twice, and no optimizer stepped in between. What compression has not sent of the "
-            "first average is added to the second. Where gradients add up over several passes, run all but the last in "
-            f"handle.no_sync(): what has arrived is compressed again otherwise{momentum}. Where an average is thrown "
-            "away, as that of a GAN's discriminator when its generator learns, run that pass in it, too. Where both "
-            "are used, as by SAM, or a step is left out on purpose, go on"
+            "backward was averaged twice, and no optimizer stepped in between. The residual of the first average is "
+            "added to the second. If gradients accumulate over several passes, run all but the last in "
+            f"handle.no_sync(): otherwise averaged gradients are compressed again{momentum}. If the first average is "
+            "not used, such as that of a GAN's discriminator while its generator learns, run that pass in "
+            "handle.no_sync(), too. If both averages are used, as by SAM, or a step is skipped on purpose, ignore this "
+            "warning"
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -172,8 +173,8 @@ class Steps:
             self._check_momentum(optimizer, observer, handle)
         if is_in_backward():
             raise UnsupportedError(
-                f"{name} steps inside backward (in a hook of a parameter), before the averages arrive; step it when "
-                "backward has returned"
+                f"{name} steps inside backward (in a hook of a parameter), before gradients are averaged; step it "
+                "after backward has returned"
             )
         before, self._state = self._state, Turn.USED
         if before is not Turn.CALLED or handle.paused:
@@ -187,10 +188,10 @@ class Steps:
             self._local[optimizer] = 0
             return
         raise RuntimeError(
-            f"nothing is averaged: {name} is about to make step {steps} in a row with gradients of the compressed "
-            "model, which was called, but no backward pass through it was averaged. Convert a model (half(), to()) "
-            "before it is wrapped, and let gradients come from backward(): those of torch.autograd.grad and torch.func "
-            "stay with their rank, unless an nb.Averager averages them. If these steps are local on purpose, call "
+            f"gradients are not averaged: {name} is about to make step {steps} in a row with gradients of the "
+            "compressed model, which was called, but no backward pass through it was averaged. Convert a model "
+            "(half(), to()) before it is wrapped, and compute gradients with backward(): those of torch.autograd.grad "
+            "and torch.func are not averaged, except by an nb.Averager. If these steps are local on purpose, call "
             "handle.pause() or handle.remove() first"
         )
 
@@ -202,7 +203,9 @@ class Steps:
             check_momentum(optimizer, observer, self._of(optimizer))
         except ValueError as error:
             self._momentum_said = True
-            handle.layers.warn_once(f"{error}. If a schedule changes it, give that cycle_momentum=False")
+            handle.layers.warn_once(
+                f"{error}. If a learning rate schedule changes the momentum, pass cycle_momentum=False to the schedule"
+            )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped. Averages that its closure made count as used."""

@@ -76,7 +76,7 @@ def measure_times(
         handle.set_layers(before)
     if handle.size > 1 and len(set(choices)) > 1 and len({tuple(row) for row in nbytes}) == 1:
         raise RuntimeError(
-            "measure_times: whatever was chosen, the same was sent, so times say nothing: the handle is paused, or a "
-            "warm-up lasts; measure when that is over"
+            "measure_times: all choices sent the same bytes, so their times cannot be compared: the handle is paused, "
+            "or still in its warm-up; measure afterwards"
         )
     return fit_times(buckets, nbytes, seconds)

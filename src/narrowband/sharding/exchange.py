@@ -222,8 +222,8 @@ class ParameterExchange(_Exchange):
             return work
         if self._broken:
             raise RuntimeError(
-                "an exchange of parameters broke off, so ranks may have different ones; go on from a checkpoint on all "
-                "ranks"
+                f"an earlier exchange of the parameters of {self.layout.module or 'the model'} failed, so ranks may "
+                "have different parameters; restart all ranks from a checkpoint"
             )
         peers = self._among(group)
         out = output_tensor.view(size, numel)
@@ -264,9 +264,9 @@ class ParameterExchange(_Exchange):
             if self._sent not in (None, int(kernels.checksum(own))):
                 raise RuntimeError(
                     f"parameters of {self.layout.module or 'the model'} are no longer those that compress_shards was "
-                    "given, or have changed in the middle of a step; call it after everything that replaces "
-                    "parameters, such as to_empty() and load_state_dict(assign=True), and step the optimizer after "
-                    "backward"
+                    "given, or were changed between forward and backward; call compress_shards after everything that "
+                    "replaces parameters, such as to_empty() and load_state_dict(assign=True), and step the optimizer "
+                    "after backward"
                 )
             self._count(raw, 0)
         if self.due != NOTHING:
@@ -308,6 +308,7 @@ def _weight(op: Any, size: int) -> float:
     if op == dist.ReduceOp.AVG:
         return 1.0 / size
     raise UnsupportedError(
-        "gradients are reduced with a factor of their own (set_gradient_divide_factor); call "
-        "set_force_sum_reduction_for_comms(True) on the model's FSDP modules, too, and FSDP2 applies it afterwards"
+        "compress_shards cannot reduce gradients with a factor (set_gradient_divide_factor); call "
+        "set_force_sum_reduction_for_comms(True) on the model's FSDP modules too, so that FSDP2 applies the factor "
+        "itself"
     )

@@ -41,7 +41,7 @@ _VERSION = 1
 #: Ranks compare their references in the first forward pass, and then in every ``_COMPARE_EVERY``-th.
 _COMPARE_EVERY = 50
 
-_LOAD_ADVICE = "Call load_state_dict on all ranks, between the same two steps. Nothing has changed on any rank"
+_LOAD_ADVICE = "Call load_state_dict on all ranks, between the same two steps. No state was loaded on any rank"
 
 
 @dataclass
@@ -279,7 +279,7 @@ class ShardCompression:
                     if most != -least:
                         raise RuntimeError(
                             f"ranks have different references of {each.layout.module or 'the model'}, so they computed "
-                            "with different parameters; go on from a checkpoint, without the handle's state"
+                            "with different parameters; restart from a checkpoint, without the state of this handle"
                         )
 
     def _largest(self, numbers: Sequence[int], dtype: torch.dtype, peers: Peers) -> list[int]:
@@ -322,23 +322,24 @@ class ShardCompression:
     def _problem(self, state: object) -> str:
         """Return why this state cannot be loaded; an empty text if it can."""
         if not isinstance(state, Mapping) or state.get("version") != _VERSION or "sent" not in state:
-            return "this is no state of compress_shards' handle, or one of another version"
+            return "expected a state of a handle of compress_shards, in this version of its format"
         here = (dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
         there = (state.get("rank"), state.get("world_size"))
         if here != there:
             return (
-                f"this is rank {here[0]} of {here[1]}, the state is of rank {there[0]} of {there[1]}; with another "
-                "number of ranks leave the handle's state out, and all parameters are sent once as they are"
+                f"this is rank {here[0]} of {here[1]}, but the state is of rank {there[0]} of {there[1]}; if the "
+                "number of ranks has changed, do not load the handle's state: all parameters are then sent "
+                "uncompressed once"
             )
         for name, value in self._facts().items():
             if state.get(name) != value:
-                return f"the state has {name}={state.get(name)!r}, this handle {value!r}"
+                return f"the state has {name}={state.get(name)!r}, but this handle has {value!r}"
         calls, sent = state.get("calls"), state["sent"]
         if not isinstance(calls, Mapping) or not isinstance(sent, Mapping):
-            return "this is no state of compress_shards' handle: calls and sent are of each module, by its name"
+            return "the state is invalid: 'calls' and 'sent' must be dictionaries by the names of modules"
         numels = {each.layout.module: each.layout.numel for each in self._parameters}
         if calls.keys() != numels.keys() or not all(map(_is_count, calls.values())) or not sent.keys() <= numels.keys():
-            return "the state is of other modules, or does not say how often each was sent"
+            return "the state is of other modules, or has an invalid number of calls for a module"
         for name, kept in sent.items():
             if problem := _problem_of(kept, numels[name]):
                 return f"the state of {name or 'the model'} {problem}"
@@ -352,11 +353,11 @@ _MARK = (int, type(None))
 def _problem_of(kept: object, numel: int) -> str:
     """Return why a module's reference cannot be loaded from a state; an empty text if it can."""
     if not isinstance(kept, Mapping) or not _is_count(kept.get("calls")) or not isinstance(kept.get("mark", ""), _MARK):
-        return "lacks something, or has a word where a number belongs"
+        return "lacks 'calls' or 'mark', or one of them is no whole number"
     reference = kept.get("reference")
     if not isinstance(reference, Tensor) or not reference.is_floating_point() or reference.layout != torch.strided:
         return "has no reference of floating-point numbers"
-    return "" if reference.shape == (numel,) else "is of another size"
+    return "" if reference.shape == (numel,) else f"has a reference of shape {tuple(reference.shape)}, not ({numel},)"
 
 
 def _is_count(value: object) -> bool:

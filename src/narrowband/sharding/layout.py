@@ -102,9 +102,9 @@ class Layout:
             there = sent[shard.at : shard.at + own.numel()]
             if not torch.equal(own.to(there.device, there.dtype), there):
                 raise UnsupportedError(
-                    f"{shard.name} is not where FSDP2 was known to send it, so this version of PyTorch "
-                    f"({torch.__version__}) lays shards out in another way; please report it, and train without "
-                    "compress_shards"
+                    f"{shard.name} is not at the expected place in the tensor that FSDP2 sends, so this version of "
+                    f"PyTorch ({torch.__version__}) has another layout of shards; please report this, and train "
+                    "without compress_shards"
                 )
 
 

@@ -80,20 +80,21 @@ def compress_shards(
     chosen = _codec_of(gradients, "gradients"), _codec_of(parameters, "parameters")
     if chosen[1] is not None and chosen[1].lost_share >= 1:
         raise UnsupportedError(
-            f"parameters={str(chosen[1])!r} loses as much as it sends ({chosen[1].lost_share:.2g} of what is sent, "
-            "squared), so what ranks compute with would move away from the optimizer's parameters; take more bits"
+            f"parameters={str(chosen[1])!r} is too coarse: its squared error is {chosen[1].lost_share:.2g} times the "
+            "squared norm of the tensor, and must be below 1, or the parameters in forward and backward would drift "
+            "away from those of the optimizer; use more bits"
         )
     module: object = bare(model)
     if not isinstance(module, nn.Module) or not units_of(module):
         raise TypeError(
-            f"compress_shards takes a model that fully_shard (FSDP2) has sharded, not {type(module).__name__} without "
-            "shards; for DistributedDataParallel and plain modules there is compress_gradients"
+            f"compress_shards takes a model that fully_shard (FSDP2) was called with, not a {type(module).__name__} "
+            "that is not sharded; for DistributedDataParallel and plain modules use compress_gradients"
         )
     units = cast("list[nn.Module]", units_of(module))
     formers = [former() for unit in units if (former := _handles.get(unit)) is not None]
     if any(former is not None and not former.removed for former in formers):
         raise UnsupportedError(
-            "what FSDP2 sends of this model, or of a part of it, is compressed already; keep that handle, or call its "
+            "this model, or a part of it, has a handle of compress_shards already; keep that handle, or call its "
             "remove() first"
         )
     refuse_valueless(module.named_parameters(), "compress_shards")
@@ -110,8 +111,8 @@ def compress_shards(
     matrices = any(shard.compressed for _, layout in modules for shard in layout.shards)
     if codecs and not matrices and dist.get_rank(handle.process_group) == 0:
         log.warning(
-            "nothing to compress: no parameter in float32, float16 or bfloat16, norms aside, has two dimensions or "
-            "more and at least min_numel=%d elements",
+            "nothing is compressed: apart from norms, no parameter in float32, float16 or bfloat16 has two dimensions "
+            "or more and at least min_numel=%d elements",
             min_numel,
         )
     return handle
@@ -142,15 +143,15 @@ def _codec_of(spec: str | Codec | Compression | Method, what: str) -> Codec | No
     chosen = compression(spec)
     if chosen.feedback is not None:
         raise UnsupportedError(
-            f"{what}={str(chosen)!r}: inside FSDP there is no feedback, since a residual would be as large as the "
-            f"whole model on every rank; take a codec alone, such as 'qsgd:bits=8'"
+            f"{what}={str(chosen)!r}: compress_shards has no feedback, because a residual would be as large as the "
+            "whole model on every rank; use a codec alone, such as 'qsgd:bits=8'"
         )
     codec = chosen.codec
     if codec.exact:
         return None
     if isinstance(codec, SelectingCodec) or not (codec.requantizes and codec.fixed_size) or codec.shared_seed:
         raise UnsupportedError(
-            f"{what}={str(codec)!r} leaves most of a tensor out, which without feedback is lost; take a codec that "
-            "keeps something of every element: qsgd, uniform, fp16, bf16"
+            f"{what}={str(codec)!r} does not send every element, and without feedback the rest is lost; use one of "
+            "qsgd, uniform, fp16, bf16"
         )
     return codec
