@@ -415,9 +415,9 @@ class Layers:
 
     def _check_fits(self, state: State, saved: Mapping[str, Tensor]) -> None:
         """Raise ValueError if a saved tensor has a size that does not belong to this model."""
-        layers = {p.name: p.shape.numel() for p in self.parameters.by_name.values() if p.compressed}
+        layers: dict[str, Shape] = {p.name: p.shape for p in self.parameters.by_name.values() if p.compressed}
         layers |= {vector.key: n for vector, n in self.parameters.vectors.items() if vector.compressed}
-        others = {p.name: p.shape.numel() for p in self.parameters.by_name.values() if p.name not in layers}
+        others = {p.name: p.shape for p in self.parameters.by_name.values() if p.name not in layers}
         for key, value in saved.items():
             if not state.fits(key, value, layers, others):
                 raise ValueError(

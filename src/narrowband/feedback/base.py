@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowband.codecs.base import numel_of
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ class State(ABC):
         for key, value in state.items():
             check_saved(self.name, key, value)
 
-    def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    def fits(self, name: str, value: Tensor, layers: Mapping[str, Shape], others: Mapping[str, Shape]) -> bool:
         """Return whether an entry of a saved state belongs to a layer of the model and has a possible size.
 
         By default the entry's name is the layer's key. So entries of another feedback, such as "now/weight", never fit.
@@ -232,10 +233,10 @@ class State(ABC):
         Args:
             name: the entry's name in :meth:`state_dict`.
             value: the saved tensor.
-            layers: key → number of elements, of all compressed layers.
+            layers: key → shape, of all compressed layers.
             others: the same of all other parameters.
         """
-        return layers.get(name, 0) == value.numel()
+        return name in layers and numel_of(layers[name]) == value.numel()
 
     @property
     def nbytes(self) -> int:

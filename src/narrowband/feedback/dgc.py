@@ -514,9 +514,9 @@ class DGC(Feedback):
         if odd:
             raise ValueError(f"dgc: the state lacks one of the two sums of {', '.join(odd)}")
 
-    def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    def fits(self, name: str, value: Tensor, layers: Mapping[str, Shape], others: Mapping[str, Shape]) -> bool:
         room, _, key = name.partition("/")
-        return (others if room == "uncompressed" else layers).get(key, 0) == value.numel()
+        return super().fits(key, value, others if room == "uncompressed" else layers, {})
 
     def __str__(self) -> str:
         return format_term(self)

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs.base import SelectingCodec, dims, squared_norm
+from narrowband.codecs.base import SelectingCodec, dims, numel_of, squared_norm
 from narrowband.codecs.quantized import GroupedCodec
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms
@@ -396,11 +396,11 @@ class ErrorFeedback(Feedback):
             if place is not None and place["key"] not in state:
                 raise ValueError(f"{self.name}: the state holds {name!r} and no residual of {place['key']!r}")
 
-    def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    def fits(self, name: str, value: Tensor, layers: Mapping[str, Shape], others: Mapping[str, Shape]) -> bool:
         place = _OWNER.fullmatch(name)
         if place is None:
             return super().fits(name, value, layers, others)
-        return int(place["start"]) + value.numel() <= layers.get(place["key"], 0)
+        return int(place["start"]) + value.numel() <= numel_of(layers.get(place["key"], 0))
 
     @staticmethod
     def moved(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:

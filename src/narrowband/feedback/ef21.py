@@ -154,7 +154,7 @@ class EF21(Feedback):
                 value.detach().reshape(-1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             )
 
-    def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    def fits(self, name: str, value: Tensor, layers: Mapping[str, Shape], others: Mapping[str, Shape]) -> bool:
         return super().fits(name.removeprefix(_SHARED), value, layers, others)
 
     @staticmethod

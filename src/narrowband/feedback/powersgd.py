@@ -295,11 +295,12 @@ class PowerSGD(State):
                 raise ValueError(f"powersgd: the state holds two factors of {key!r} to start with, and one is kept")
             check_saved(self.name, name, value)
 
-    def fits(self, name: str, value: Tensor, layers: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    def fits(self, name: str, value: Tensor, layers: Mapping[str, Shape], others: Mapping[str, Shape]) -> bool:
         room, _, key = name.partition("/")
         if room == "residual":
             return super().fits(key, value, layers, others)
-        return layers.get(key, 0) > 0 and value.dim() == 2 and value.numel() > 0 and layers[key] % value.shape[1] == 0
+        n, m, _ = factors(layers.get(key, 0), 1)
+        return value.dim() == 2 and value.shape[1] == (n if room == "left" else m) and 0 < value.shape[0] <= min(n, m)
 
     @property
     def nbytes(self) -> int:

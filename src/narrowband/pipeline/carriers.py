@@ -17,7 +17,6 @@ tensor that holds inf or NaN changes no buffer on either end, and is not finite 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,7 +156,7 @@ class Compensated(Carrier):
         for name, value in state.items():
             key = name.rpartition("/")[2]
             shape = [int(size) for size in key.split("x") if size.isdecimal()]
-            if _key_of(shape) != key or not self._feedback.fits(name, value, {key: math.prod(shape)}, {}):
+            if _key_of(shape) != key or not self._feedback.fits(name, value, {key: shape}, {}):
                 raise ValueError(
                     f"the state holds {value.numel()} elements for {name!r}, and that is no tensor's shape of so many"
                 )
