@@ -101,3 +101,27 @@ def test_the_seed_sets_the_start():
     codec = nb.codec("lowrank:rank=2")
     assert torch.equal(codec.encode(x, seed=2**64 - 1), codec.encode(x, seed=2**64 - 1))
     assert not torch.equal(codec.encode(x, seed=1), codec.encode(x, seed=2))
+
+
+@pytest.mark.parametrize("power", [-100, -85, -20, 0, 20, 66])
+def test_rounds_of_power_iteration_do_not_leave_float32s_range(power):
+    """Scaled by a power of two, a matrix has the same approximation, to the bit, in 1e-30 as in 1e20."""
+    codec = nb.codec("lowrank:rank=2,iterations=3")
+    x = decaying(40, 30).float()
+    arrived = codec.roundtrip(x, seed=7)
+    assert torch.equal(codec.roundtrip(x * 2.0**power, seed=7), arrived * 2.0**power)
+    p, q, v = torch.linalg.svd(x.double())
+    best = (p[:, :2] * q[:2]) @ v[:2]
+    assert (x - arrived).norm() < 1.1 * (x - best).norm()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38])
+def test_what_is_not_finite_or_overflows_stays_visible_in_every_round(value):
+    codec = nb.codec("lowrank:rank=2,iterations=3")
+    x = torch.full((40, 30), value)
+    assert not codec.is_finite(codec.encode(x, seed=7), x.shape)
+
+
+def test_zeros_stay_zeros_in_every_round():
+    codec = nb.codec("lowrank:rank=2,iterations=3")
+    assert not codec.roundtrip(torch.zeros(40, 30), seed=7).any()

@@ -25,7 +25,7 @@ from torch import Tensor
 from narrowband import kernels
 from narrowband.adapt.traffic import Traffic
 from narrowband.codecs.base import squared_norm
-from narrowband.codecs.lowrank import start
+from narrowband.codecs.lowrank import next_start, start
 from narrowband.feedback import Compression, compression
 
 __all__ = ["POWER_STEPS", "ErrorTable", "error_table"]
@@ -186,7 +186,7 @@ def _behind_singular_values(matrix: Tensor) -> NDArray[np.float64]:
 def _behind_power_iteration(matrix: Tensor, rank: int, energy: float, seed: int) -> NDArray[np.float64]:
     q = start(matrix.shape[1], rank, seed, matrix.device)
     for _ in range(POWER_STEPS):
-        p = kernels.orthonormalize((q @ matrix.T)[None])[0]
+        p = kernels.orthonormalize((next_start(q) @ matrix.T)[None])[0]
         q = p @ matrix
     squares = torch.linalg.svdvals(q.double()).square().numpy(force=True)
     return np.maximum(energy - np.concatenate([[0.0], np.cumsum(squares)]), 0.0)

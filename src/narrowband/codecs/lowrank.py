@@ -20,7 +20,7 @@ from narrowband.codecs.spec import check_keys
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LowRank", "factors", "start"]
+__all__ = ["LowRank", "factors", "next_start", "start"]
 
 
 #: Addresses of tensors that torch allocates are multiples of this many bytes.
@@ -44,6 +44,16 @@ def start(m: int, r: int, seed: int, device: torch.device) -> Tensor:
     """Return the r × m normally distributed numbers that power iteration starts with; the same on every device."""
     generator = torch.Generator().manual_seed(seed & (2**64 - 1))
     return torch.randn(r, m, generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+
+def next_start(q: Tensor) -> Tensor:
+    """Return the factor that the next round of power iteration starts with: q, but for a power of two.
+
+    Each round multiplies by the matrix and by its transpose, so without this the second round of a matrix of 1e20 or
+    1e-25 leaves the range of float32. The scale changes no bit of the basis that :func:`kernels.orthonormalize` makes.
+    """
+    largest = q.abs().amax().clamp(min=2.0**-100)  # the inverse of a smaller power of two might be inf
+    return q * (largest.frexp().mantissa / largest)
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,8 @@ class LowRank(Codec):
         # The last bits of a matrix product depend on the alignment of its operands, so align them like new tensors.
         matrix = (x if x.data_ptr() % _NEW_TENSORS_AT == 0 else x.clone()).view(n, m)
         q = start(m, r, seed, x.device)
-        for _ in range(self.iterations):
-            p = kernels.orthonormalize((q @ matrix.T)[None])[0]
+        for at in range(self.iterations):
+            p = kernels.orthonormalize(((next_start(q) if at else q) @ matrix.T)[None])[0]
             q = p @ matrix
         torch.cat([p.reshape(-1), q.reshape(-1)], out=values)
 
