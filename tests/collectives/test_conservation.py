@@ -140,3 +140,31 @@ def test_an_owner_keeps_its_error_where_no_rank_used_the_tensor():
             assert torch.equal(kept, residual)
             assert torch.equal(owned, error)
             assert not delivered.any()
+
+
+def in_half_precision(rank, size, spec, dtype, scale, steps):
+    """What was delivered, and what residuals and owners' errors hold, less the true means: the largest element."""
+    codec, feedback = nb.codec(spec), ErrorFeedback()
+    missing = torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(1, steps + 1):
+        gradients = [gradient(r, step) for r in range(size)]
+        gradients = [(g * (0.8 * scale / g.abs().max())).to(dtype) for g in gradients]
+        x = gradients[rank].clone()
+        average("scatter_reduce", [Operand("p", x, (NUMEL,), codec, feedback, seed_of(step, 0), 0)], rank, size)
+        missing += x.double() - torch.stack(gradients).double().mean(0)
+    kept = feedback.residual("p").double() / size
+    cut = Chunked(codec, size, 0).cut(NUMEL)[rank]
+    kept[cut] += feedback.owner_error("p", cut).double()
+    torch.distributed.all_reduce(kept)
+    return float((missing + kept).abs().max()) / scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 65504.0])
+@pytest.mark.parametrize(
+    "spec", ["qsgd:bits=3", "uniform:bits=2,symmetric=true", "sign", "qsgd:bits=4,norm=l2", "fp16"]
+)
+def test_nothing_is_lost_of_gradients_in_half_precision(spec, dtype, scale):
+    """Not even what rounding a mean to 16 bits takes; and no mean becomes inf when an owner's error is added to it."""
+    for lost in run_ranks(in_half_precision, 3, spec, dtype, scale, 30):
+        assert lost < 1e-5, lost

@@ -199,9 +199,10 @@ class Exchange(ABC):
         """Let this exchange's trailer also report whether other tensors of this rank are finite."""
         self._locally_finite &= finite
 
-    @abstractmethod
     def _encode_all(self, operands: Sequence[Operand]) -> None:
         """Encode these operands, and clear ``_locally_finite`` if one is not finite."""
+        for operand in operands:
+            self._locally_finite &= self._encode(operand)[0]
 
     @abstractmethod
     def job(self) -> Job:

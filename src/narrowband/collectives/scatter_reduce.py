@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ScatterReduce"]
 
+_FP16_MAX = torch.finfo(torch.float16).max
+
 #: XORed with the seed, so that the second encoding draws other random numbers than the first.
 _SECOND_DRAW = 0x5BD1E995
 
@@ -101,10 +103,6 @@ class ScatterReduce(Exchange):
     def _codec(self, operand: Operand) -> Chunked:
         return Chunked(operand.codec, self.peers.size, operand.index)
 
-    def _encode_all(self, operands: Sequence[Operand]) -> None:
-        for operand in operands:
-            self._locally_finite &= self._encode(operand)[0]
-
     @property
     def first_nbytes(self) -> int:
         size = self.peers.size
@@ -161,13 +159,16 @@ class ScatterReduce(Exchange):
             before = None if feedback is None else feedback.owner_error(operand.key, cut)
             if before is not None:
                 mean += before
-            finite &= kernels.all_finite(mean)
             seed = operand.seed_of(rank) ^ _SECOND_DRAW
             operand.codec.encode(mean, seed=seed, out=second[span])
+            finite &= operand.codec.is_finite(second[span], mean.numel())
             if feedback is None:
                 self._errors.append(None)
-            else:
+            elif operand.dtype == torch.float32:
                 self._errors.append(operand.codec.decode(second[span], mean, seed=seed, weight=-1.0, accumulate=True))
+            else:
+                arrived = torch.empty(mean.numel(), dtype=operand.dtype, device=mean.device)
+                self._errors.append(mean.sub_(_decode(operand.codec, second[span], arrived)))
         second[-TRAILER:] = 0 if finite else 1
 
     def _finish_feedback(self, good: bool) -> None:
@@ -186,5 +187,13 @@ class ScatterReduce(Exchange):
         for i, operand in enumerate(self.operands):
             with self._mean_of(operand, good) as mean:
                 for j, cut in enumerate(self._codec(operand).cut(operand.x.numel())):
-                    operand.codec.decode(self._received[j, spans[j][i]], mean.view(-1)[cut])
+                    _decode(operand.codec, self._received[j, spans[j][i]], mean.view(-1)[cut])
         del self._received
+
+
+def _decode(codec: Codec, payload: Tensor, out: Tensor) -> Tensor:
+    """Decode a mean as it is delivered. In float16 it is clamped: the mean plus an owner's error, or the codec's own
+    error, may exceed the range. The owner sends the rest later.
+    """
+    codec.decode(payload, out)
+    return out.clamp_(-_FP16_MAX, _FP16_MAX) if out.dtype == torch.float16 else out

@@ -122,10 +122,6 @@ class SparseReduce(Exchange):
         #: Index of operand → (indices, values): payloads that had to be decoded to count their elements.
         self._elements: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def _encode_all(self, operands: Sequence[Operand]) -> None:
-        for operand in operands:
-            self._locally_finite &= self._encode(operand)[0]
-
     def _commits_early(self, operand: Operand) -> bool:
         return False  # which elements are delivered is known at the end only
 
