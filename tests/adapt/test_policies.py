@@ -132,7 +132,7 @@ def test_time_is_saved_where_bytes_take_long():
         assert takes <= took
         saved.append(takes < took)
     assert any(saved)
-    with pytest.raises(ValueError, match=r"lacks 0.weight"):
+    with pytest.raises(ValueError, match=r"no time for 5 of 5 layers: 0.weight, 1.weight, 2.weight …;"):
         LGreCo("powersgd:rank=4", objective="time", seconds_per_byte={}).decide(gradients, step=0, traffic=TRAFFIC)
 
 
@@ -414,3 +414,33 @@ def test_which_steps_a_policy_looks_at():
     for last in (-1, 5):
         with pytest.raises(ValueError, match=f"last={last} must be"):
             nb.LGreCo("powersgd:rank=2", every=4, last=last)
+
+
+def test_accordion_takes_no_gradient_for_no_change():
+    """Norms are as exact for gradients of 1e30 and of 1e-30, whose squares leave the range of float32."""
+    policy = Accordion("qsgd:bits=4", "qsgd:bits=2")
+    ones = torch.ones(4, 4)
+    windows = [
+        {"frozen": ones * a, "huge": 1e30 * ones * b, "tiny": 1e-30 * ones * b}
+        for a, b in ((1, 1), (0, 1), (0, 1.2), (0, 3), (1, 3), (1, 3))
+    ]
+    chosen = [policy.decide(window, step=0, traffic=TRAFFIC).specs() for window in windows]
+    low = {name: [specs[name] == "qsgd:bits=4" for specs in chosen] for name in windows[0]}
+    assert low == {
+        "frozen": [True, True, False, False, True, False],
+        "huge": [True, False, False, True, False, False],
+        "tiny": [True, False, False, True, False, False],
+    }
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "step", "count"), [(0, 0, 1), (0, 4, 4), (0, 8, 4), (3, 3, 3), (3, 7, 4), (9, 9, 9)]
+)
+def test_a_threshold_counts_the_bytes_of_a_step_not_of_a_windows_sum(warmup_steps, step, count):
+    gradient = torch.linspace(0, 2, 1200).view(40, 30)
+    policy = HardThreshold(1.0, every=4, warmup_steps=warmup_steps)
+    sent = nb.codec("threshold:value=1.0").encode(gradient).numel()
+    plan = policy.decide({"w": gradient * count}, step=step, traffic=Traffic(2))
+    assert plan.nbytes == sent
+    summed = HardThreshold(1.0, steps=count, every=4).decide({"w": gradient * count}, step=step, traffic=Traffic(2))
+    assert summed.nbytes == sent

@@ -327,6 +327,7 @@ def what_cannot_be(rank, world_size):
             larger,
             plan_of({**MIXED, "6.weight": "dgc:density=0.1"}),
             LGreCo("qsgd:bits=4", ["qsgd:bits=2", "topk:density=0.1+ef"]),
+            LGreCo("qsgd:bits=4", objective="time", seconds_per_byte={"0.weight": 1.0, "3.weight": 1.0}),
         )
     ] + [refusal(lambda: compress(model, plan_of(MIXED), min_numel=100_000))]
 
@@ -334,10 +335,11 @@ def what_cannot_be(rank, world_size):
 def test_plans_and_policies_that_do_not_fit_are_refused_at_set_up():
     said, other = run_ranks(what_cannot_be, 2)  # on all ranks, so that none waits for the others
     assert said == other
-    assert [kind for kind, _ in said] == ["ValueError"] * 4
+    assert [kind for kind, _ in said] == ["ValueError"] * 5
     assert "another model" in said[0][1]
     assert "for a whole model" in said[1][1]
     assert "without feedback" in said[2][1]
+    assert "no time for 2 of 4 layers: 5.weight, 6.weight;" in said[3][1]
 
 
 def dgc_again(rank, world_size):

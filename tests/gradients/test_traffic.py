@@ -144,3 +144,20 @@ def test_a_sparse_gradient_counts_as_the_indices_and_values_that_are_gathered():
     rows = 3 * 100  # at least, of all ranks together, less what came twice
     assert stated > 2 * 0.8 * rows * (4 * SIDE + 8)
     assert said > stated  # of the layer
+
+
+def planned_and_sent(rank, world_size, steps):
+    """A model whose gradient is the same in every step."""
+    torch.manual_seed(0)
+    model = wrap(nn.Linear(40, 30, bias=False))
+    handle = compress(model, nb.HardThreshold(1.0, every=4))
+    x = torch.tensor([[1.5, 0.0, 0.0, 1.25] * 10])
+    for _ in range(steps):
+        model.zero_grad()
+        model(x).sum().backward()
+    return handle.plan.layers[0].nbytes, handle.layer_stats()["weight"].sent_bytes
+
+
+def test_a_thresholds_plan_has_the_bytes_that_a_step_sends():
+    for planned, sent in run_ranks(planned_and_sent, 2, 9):
+        assert sent == planned + 8 + 4  # beside the payload: its length and a flag

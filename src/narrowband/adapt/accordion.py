@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, cast
 
-import torch
-
 from narrowband.adapt.policy import Policy, plan_of
+from narrowband.codecs.base import squared_norm
 from narrowband.feedback import Compression, compression
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Accordion(Policy):
     """Switches each layer between two specs, by how much its gradient's norm changed from one window to the next.
 
     A layer whose norm changed by a share of at least ``eta`` is in a critical regime, and gets ``low``; others get
-    ``high``. In the first window all layers are critical.
+    ``high``. In the first window all layers are critical. A layer whose gradients stay zero is not.
 
     Args:
         low: the spec with little compression.
@@ -67,10 +67,11 @@ class Accordion(Policy):
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         chosen = []
         for name, x in gradients.items():
-            norm = float(torch.linalg.vector_norm(x.float()))
+            norm = math.sqrt(squared_norm(x))
             before = self._norms.get(name)
             self._norms[name] = norm
-            critical = before is None or not abs(before - norm) < self.eta * before  # NaN counts as critical
+            changed = before is None or not abs(before - norm) < self.eta * before  # NaN counts as a change
+            critical = changed and norm != before  # zero before and now: a share of nothing
             chosen.append(compression(self.low if critical else self.high))
         return plan_of(chosen, gradients, self, step=step, traffic=traffic)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -110,6 +110,7 @@ class LGreCo(Policy):
         return self.reference.start if isinstance(self.reference, Policy) else compression(self.reference)
 
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
+        self.check(gradients)
         choices = self.specs()
         aim: list[str] | None = None
         if isinstance(self.reference, Policy):
@@ -121,6 +122,18 @@ class LGreCo(Policy):
         chosen, budget = self._solved(table, aims, traffic)
         reference = None if aim is not None else self._default
         return planned(table, chosen, self, step=step, traffic=traffic, reference=reference, budget=budget)
+
+    def check(self, layers: Collection[str]) -> None:
+        if isinstance(self.reference, Policy):
+            self.reference.check(layers)
+        times = self.seconds_per_byte
+        missing = [] if times is None else [name for name in layers if name not in times]
+        if missing:
+            raise ValueError(
+                f"lgreco: seconds_per_byte has no time for {len(missing)} of {len(layers)} layers: "
+                f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}; nb.measure_times(…) with this model and "
+                "the same min_numel measures all of them"
+            )
 
     def warm_up(self) -> None:
         cost = torch.ones(1, 1, dtype=torch.float64, device="cpu")
@@ -175,9 +188,6 @@ class LGreCo(Policy):
         """Return the price of a byte of each layer."""
         if self.seconds_per_byte is None:
             return np.ones(len(layers))
-        missing = [name for name in layers if name not in self.seconds_per_byte]
-        if missing:
-            raise ValueError(f"seconds_per_byte lacks {', '.join(missing[:3])}")
         price = np.array([self.seconds_per_byte[name] for name in layers])
         return np.maximum(price, _LEAST_PRICE * price.max()) if price.any() else np.ones(len(layers))
 

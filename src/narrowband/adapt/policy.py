@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -63,6 +63,9 @@ class Policy(ABC):
     def specs(self) -> list[str]:
         """Return the specs that layers may get, at least one of each kind."""
         return [str(self.start)]
+
+    def check(self, layers: Collection[str]) -> None:  # noqa: B027  most take any layers
+        """Raise ValueError if no decision is possible for a model with these layers. It is called at set-up."""
 
     def warm_up(self) -> None:  # noqa: B027  most use no loops of their own
         """Run the kernels of a decision once, so that no training step waits for their compilation."""
@@ -177,11 +180,12 @@ class GlobalTopK(Policy):
 class HardThreshold(Policy):
     """Sends all elements of at least a given magnitude, in every layer (Rethink-GS: Sahu et al., arXiv 2108.00951).
 
-    How much is sent depends on the gradients. Plans report the bytes for this window's sum divided by ``steps``.
+    How much is sent depends on the gradients. Plans report the bytes for the mean of a window's gradients, which are
+    those of every step where gradients do not change.
 
     Args:
         value: the magnitude, in units of gradients.
-        steps: number of gradients in a window's sum.
+        steps: number of gradients in a window's sum; None: as many as there were steps since the last decision.
         every: steps between decisions, which change nothing but the reported bytes.
         warmup_steps: steps before the first decision, which are not compressed.
 
@@ -190,7 +194,7 @@ class HardThreshold(Policy):
     """
 
     value: float
-    steps: int = 1
+    steps: int | None = None
     every: int = 500
     warmup_steps: int = 0
     name: ClassVar[str] = "threshold"
@@ -198,7 +202,7 @@ class HardThreshold(Policy):
     def __post_init__(self) -> None:
         self._check_times()
         _ = self.start
-        if self.steps < 1:
+        if self.steps is not None and self.steps < 1:
             raise ValueError(f"{self.name}: steps={self.steps} must be at least 1")
 
     @property
@@ -206,7 +210,9 @@ class HardThreshold(Policy):
         return compression(f"{Threshold(value=self.value)}+ef")
 
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
-        payloads = [self.start.codec.encode(x.float() / self.steps).numel() for x in gradients.values()]
+        over = step - self.warmup_steps
+        steps = self.steps or max(1, min(over, self.every) if over > 0 else step)
+        payloads = [self.start.codec.encode(x.float() / steps).numel() for x in gradients.values()]
         return plan_of([self.start] * len(payloads), gradients, self, step=step, traffic=traffic, payloads=payloads)
 
 

@@ -44,9 +44,14 @@ class Controller:
         policy: the policy that decides; None: the plan never changes.
         layers: of the model.
         peers: the ranks.
+
+    Raises:
+        ValueError: the policy cannot decide for these layers.
     """
 
     def __init__(self, policy: Policy | None, layers: Layers, peers: Peers) -> None:
+        if policy is not None:
+            policy.check(layers.parameters.shapes)
         self.policy = policy
         self.plan: Plan | None = None
         self._layers = layers
