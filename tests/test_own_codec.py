@@ -151,9 +151,9 @@ def test_what_cannot_be_registered_is_refused():
     registry = Registry("codec", "no.such.group", nb.Codec, [Named])
     assert registry.register(Named) is Named, "once more is fine"
     assert registry.all() == {"named": Named}
-    with pytest.raises(ValueError, match=r"'named' is there already: .*Named; choose another"):
+    with pytest.raises(ValueError, match=r"'named' is taken by the codec .*Named; choose another"):
         registry.register(type("Other", (Named,), {}))
-    with pytest.raises(ValueError, match="begins with a lower-case letter"):
+    with pytest.raises(ValueError, match="must begin with a lower-case letter"):
         registry.register(type("Odd", (Named,), {"name": "Two words"}))
     for wrong in (NoDataclass, nn.Linear, 7):
         with pytest.raises(TypeError, match="a dataclass that derives from Codec"):

@@ -114,7 +114,7 @@ def test_alpha_scales_the_budget_and_one_that_cannot_be_reached_is_said(caplog):
     assert len(set(nbytes)) == 3
     with caplog.at_level(logging.WARNING):
         plan = LGreCo("powersgd:rank=4", alpha=1e-6).decide(gradients, step=0, traffic=TRAFFIC)
-    assert "cannot be reached" in caplog.text
+    assert "no plan with these choices" in caplog.text
     least = error_table(gradients, search_space("powersgd:rank=4")).errors.min(axis=1)
     assert [layer.error for layer in plan.layers] == pytest.approx(least.tolist())
 
@@ -282,7 +282,7 @@ def test_plans_go_through_json_and_say_what_is_wrong():
         ("{}", "not a plan"),
         (
             text.replace('"version": 2', '"version": 9'),
-            "of version 9, and this version of narrowband reads",
+            "the plan has version 9, but this narrowband reads",
         ),
         (text.replace('"layers"', '"layer"'), "the plan lacks the key 'layers'"),
         (text.replace('"policy"', '"police"'), "the plan lacks the key 'policy'"),
@@ -308,7 +308,7 @@ def test_files_that_hold_no_plan_are_refused_by_name(tmp_path):
     plan = Constant("qsgd:bits=4").decide(spread(), step=0, traffic=TRAFFIC)
     plan.save(path)
     assert Plan.load(path) == plan
-    for content, said in ((path.read_bytes()[:40], "not JSON"), (bytes(range(128, 256)), "no text")):
+    for content, said in ((path.read_bytes()[:40], "not JSON"), (bytes(range(128, 256)), "it is not text")):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=said) as caught:
             Plan.load(path)
@@ -368,7 +368,7 @@ def test_plans_take_numpys_numbers_and_are_as_whole_as_those_from_json():
     ],
 )
 def test_without_gradients_there_is_nothing_to_decide_and_empty_ones_are_layers(policy):
-    with pytest.raises(ValueError, match=r"there are no gradients|at least one layer"):
+    with pytest.raises(ValueError, match=r"no gradients were given|at least one layer"):
         policy.decide({}, step=0, traffic=TRAFFIC)
     gradients = {"none": torch.zeros(0, 4), "one": torch.ones(()), "zeros": torch.zeros(3, 5), "w": torch.randn(40, 30)}
     plan = policy.decide(gradients, step=0, traffic=TRAFFIC)
@@ -388,7 +388,7 @@ def test_a_norm_that_is_none_is_a_critical_regime():
     chosen = [policy.decide(gradients, step=0, traffic=TRAFFIC).layers[0].spec for gradients in given]
     assert chosen == ["qsgd:bits=4", "qsgd:bits=4", "qsgd:bits=4", "qsgd:bits=2"]
     for broken in ({"w": None}, {"w": "1.0"}, {"w": torch.ones(())}):
-        with pytest.raises(ValueError, match="keeps norms of layers"):
+        with pytest.raises(ValueError, match="as the norm of 'w', expected a number"):
             policy.load_state_dict(broken)
     assert policy.state_dict() == {"w": 4.0}
 

@@ -157,9 +157,9 @@ WRONG = [
     # plans
     ("bench ddp --rate none --codecs nowhere.json", "nowhere.json: No such file or directory; check the path"),
     ("bench ddp --rate none --codecs folder.json", "folder.json: Is a directory; check the path"),
-    ("bench ddp --rate none --codecs torn.json", "torn.json: this is no plan, or a part of one"),
-    ("bench ddp --rate none --codecs bytes.json", "bytes.json: this is not a plan: it is no text"),
-    ("bench ddp --rate none --codecs newer.json", "newer.json: this is a plan of version 9"),
+    ("bench ddp --rate none --codecs torn.json", "torn.json: this is not a plan, or only a part of one"),
+    ("bench ddp --rate none --codecs bytes.json", "bytes.json: this is not a plan: it is not text"),
+    ("bench ddp --rate none --codecs newer.json", "newer.json: the plan has version 9"),
     ("bench ddp --rate none --codecs other.json", "other.json, for model gpt-13m: this is the plan of another model"),
     # models
     ("memory nowhere.py:fits", "nowhere.py:fits: there is no file nowhere.py"),

@@ -209,7 +209,7 @@ def test_a_mean_needs_payloads_and_as_many_seeds():
     codec = nb.codec("qsgd:bits=4")
     payload = codec.encode(torch.ones(9))
     for payloads, their_seeds in [([], []), ([payload], []), ([payload], [1, 2])]:
-        with pytest.raises(ValueError, match="a seed for each"):
+        with pytest.raises(ValueError, match="one seed per payload"):
             codec.decode_mean(payloads, torch.empty(9), seeds=their_seeds)
 
 

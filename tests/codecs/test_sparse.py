@@ -208,7 +208,7 @@ def test_who_sent_an_element_is_known_only_where_all_payloads_arrive():
     for mean, name in (("ranks", "sparse_reduce"), ("senders", "all_gather")):
         codec = nb.codec(f"topk:density=0.01,mean={mean}")
         assert choose(codec, 10**8, 16, feedback).name == name
-    with pytest.raises(UnsupportedError, match=r"over all ranks, and topk:density=0\.01,mean=senders does not"):
+    with pytest.raises(UnsupportedError, match=r"over all ranks; topk:density=0\.01,mean=senders does not"):
         check(codec, "sparse_reduce", feedback)
 
 
@@ -249,13 +249,13 @@ def test_each_tile_keeps_its_own_largest(name, x, density, height, width):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("topk:tile=64", "tile='64' is no size of a tile; write rows x columns, such as 64x64"),
-        ("topk:tile=0x8", "tile='0x8' is no size"),
-        ("topk:tile=8x8,scope=sample", "leave out scope and select"),
-        ("topk:tile=8x8,select=sampled", "leave out scope and select"),
-        ("topk:values=int2,select=sampled", "values=int2 has no zero"),
-        ("topk:values=int4,indices=runs", "values=int4 has no zero"),
-        ("topk:values=int2+ef-mixed", "may send fewer elements than 'topk:density=0.01,values=int2' has to"),
+        ("topk:tile=64", "tile='64' is not the size of a tile; write rows x columns, such as 64x64"),
+        ("topk:tile=0x8", "tile='0x8' is not the size"),
+        ("topk:tile=8x8,scope=sample", "cannot be combined with scope or select"),
+        ("topk:tile=8x8,select=sampled", "cannot be combined with scope or select"),
+        ("topk:values=int2,select=sampled", "values=int2 cannot represent zero"),
+        ("topk:values=int4,indices=runs", "values=int4 cannot represent zero"),
+        ("topk:values=int2+ef-mixed", "'topk:density=0.01,values=int2' cannot send fewer elements"),
         ("topk:tile=8x8+ef-mixed", "leave out tile"),
     ],
 )
@@ -474,7 +474,7 @@ def test_runs_of_more_elements_than_are_kept_are_damaged():
     payload = codec.encode(x)
     payload[:24].view(torch.float32).fill_(1.0)
     payload[24:28].view(torch.int32)[0] = 5
-    with pytest.raises(PayloadError, match="names 5 elements, where"):
+    with pytest.raises(PayloadError, match="names 5 elements, but"):
         codec.places(payload, x.shape)
 
 

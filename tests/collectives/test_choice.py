@@ -59,5 +59,5 @@ def test_every_collective_is_found_by_the_name_it_has():
 def test_factors_need_powersgd():
     assert "powersgd" in collective("factor_reduce").obstacle(nb.codec("lowrank:rank=2"), None)
     assert collective("factor_reduce").obstacle(nb.codec("lowrank:rank=2"), nb.PowerSGD()) is None
-    with pytest.raises(TypeError, match="kept by powersgd"):
+    with pytest.raises(TypeError, match="needs the state of powersgd"):
         collective("factor_reduce")([], Peers(None, 0, 1), measure=False)

@@ -225,10 +225,10 @@ def test_a_spec_is_its_canonical_form():
         ("dgc:density=0.25,warmup_steps=4", ["density=0.25", "25%", "grow"]),
         ("dgc:density=0.5,warmup_epochs=4", ["grow"]),
         ("dgc:rank=4", ["dgc has no key 'rank'", "momentum"]),
-        ("dgc+ef", ["dgc keeps what it does not send", "+ef"]),
+        ("dgc+ef", ["dgc has a feedback of its own", "+ef"]),
         ("dgd:density=0.1", ["unknown codec 'dgd'", "did you mean 'dgc'"]),
         ("dgc:indices=int32", ["elias-fano, runs"]),
-        ("dgc:values=int8,indices=runs", ["int8", "leave out indices"]),
+        ("dgc:values=int8,indices=runs", ["int8", "leave indices out"]),
     ],
 )
 def test_what_no_spec_can_mean(spec, words):

@@ -148,7 +148,7 @@ def test_a_full_store_keeps_what_it_has_and_says_so_once(make, place, caplog):
     assert kept.has([4, 2, 0]) == [False, True, True]
     assert kept.has(torch.tensor([1, 3])) == [True, False]
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert said == ["the store is full with 3 samples of 200 bytes; those that are new from now on are not kept"]
+    assert said == ["the store is full: it holds 3 samples of 200 bytes each, and further samples are not stored"]
     assert kept.put(1, numbers(100, 9)), "one that is there can change"
     kept.keep_only([0, 1, 77])
     assert not kept.full
@@ -276,7 +276,7 @@ def test_a_file_that_went_on_is_not_that_of_the_state(make, caplog, change):
     resumed.load_state_dict(state)
     assert len(resumed) == 0
     assert not resumed.full
-    assert "has gone on since the state was taken, or was cut: 2 samples are dropped" in caplog.text
+    assert "has changed since the state was saved, or was truncated: 2 samples are dropped" in caplog.text
     resumed.put(5, torch.full((4,), 5.0))
     later = make("disk", 4)
     later.load_state_dict(resumed.state_dict())
@@ -284,7 +284,7 @@ def test_a_file_that_went_on_is_not_that_of_the_state(make, caplog, change):
     caplog.clear()
     later.load_state_dict(state)
     assert len(later) == 0
-    assert "has gone on" in caplog.text, "and so it does for every state before"
+    assert "has changed since" in caplog.text, "and so it does for every state before"
 
 
 def test_a_file_that_was_cut(make, tmp_path, caplog):
@@ -298,7 +298,7 @@ def test_a_file_that_was_cut(make, tmp_path, caplog):
     resumed = make("disk", 1000)
     resumed.load_state_dict(state)
     assert len(resumed) == 0
-    assert "or was cut: 3 samples are dropped" in caplog.text
+    assert "or was truncated: 3 samples are dropped" in caplog.text
     for sample in range(3):
         resumed.put(sample, torch.full((1000,), float(sample)))
     assert all((resumed.row(sample) == sample).all() for sample in range(3))
@@ -370,7 +370,7 @@ def test_a_file_of_another_run_is_left_alone(make, tmp_path):
     first = make("disk", 4)
     first.put(0, torch.ones(4))
     state, before = first.state_dict(), (tmp_path / "samples.rows").read_bytes()
-    with pytest.raises(ValueError, match=r"samples\.rows is there already and belongs to another run.*load that run's"):
+    with pytest.raises(ValueError, match=r"samples\.rows exists already and belongs to another run.*load its state"):
         make("disk", 4).put(0, torch.zeros(4))
     beside = make("disk", 4, name="beside")
     beside.put(0, torch.zeros(4))
@@ -395,16 +395,16 @@ def test_states_of_another_store_are_refused_before_anything_changes(make, place
     state = kept.state_dict()
     elsewhere = SampleStore(4, folder=tmp_path / "x") if place == "memory" else SampleStore(4)
     for other, match in (
-        (SampleStore(5), "rows of 4 elements in fp32, this store has rows of 5 in fp32"),
-        (SampleStore(4, keep="int8"), "this store has rows of 4 in int8"),
-        (elsewhere, "this store has them in"),
+        (SampleStore(5), "rows of 4 elements in fp32, but this store holds rows of 5 in fp32"),
+        (SampleStore(4, keep="int8"), "this store holds rows of 4 in int8"),
+        (elsewhere, "this store keeps them in"),
     ):
         with pytest.raises(ValueError, match=match):
             other.load_state_dict(state)
         assert len(other) == 0
     kept.put(1, torch.ones(4))
     small = make(place, 4, budget_nbytes=31)
-    with pytest.raises(ValueError, match="the state holds 2 samples, the budget has room for 1; allow 32 bytes"):
+    with pytest.raises(ValueError, match="the state holds 2 samples, but the budget has room for 1; allow 32 bytes"):
         small.load_state_dict(kept.state_dict())
     assert len(small) == 0
 
@@ -418,28 +418,31 @@ def damaged(rows):
 
 #: What is done to a good state of three samples, and words of the sentence that refuses it.
 BROKEN = {
-    "no state": (len, "this is int"),
-    "a key is missing": (lambda state: {"numel": state["numel"]}, "this is one without ids, keep, places"),
-    "a list for ids": (lambda state: state | {"ids": [0, 1, 2]}, "list for ids, where int64"),
+    "no state": (len, "got int"),
+    "a key is missing": (lambda state: {"numel": state["numel"]}, "got a dict without ids, keep, places"),
+    "a list for ids": (lambda state: state | {"ids": [0, 1, 2]}, "list for ids, expected a vector of int64"),
     "floats for places": (lambda state: state | {"places": state["places"].float()}, r"of shape \(3,\) for places"),
-    "a sample twice": (lambda state: state | {"ids": torch.tensor([0, 1, 1])}, "twice, or nowhere"),
-    "two samples in a row": (lambda state: state | {"places": torch.tensor([0, 1, 1])}, "twice, or nowhere"),
-    "fewer places": (lambda state: state | {"places": state["places"][:2]}, "twice, or nowhere"),
-    "a place below 0": (lambda state: state | {"places": torch.tensor([0, 1, -1])}, "twice, or nowhere"),
+    "a sample twice": (lambda state: state | {"ids": torch.tensor([0, 1, 1])}, "missing or repeated"),
+    "two samples in a row": (lambda state: state | {"places": torch.tensor([0, 1, 1])}, "missing or repeated"),
+    "fewer places": (lambda state: state | {"places": state["places"][:2]}, "missing or repeated"),
+    "a place below 0": (lambda state: state | {"places": torch.tensor([0, 1, -1])}, "missing or repeated"),
 }
 IN_MEMORY = {
-    "a place without a row": (lambda state: state | {"places": torch.tensor([0, 1, 9])}, "and a sample in row 9"),
-    "no rows": (lambda state: state | {"rows": []}, "holds 0 rows, and a sample in row 2"),
-    "a number for rows": (lambda state: state | {"rows": 3}, "int for rows, and a list of tensors belongs"),
-    "numbers for rows": (lambda state: state | {"rows": [3]}, "int for rows, where a tensor belongs"),
+    "a place without a row": (
+        lambda state: state | {"places": torch.tensor([0, 1, 9])},
+        "but says that a sample is in row 9",
+    ),
+    "no rows": (lambda state: state | {"rows": []}, "holds 0 rows, but says that a sample is in row 2"),
+    "a number for rows": (lambda state: state | {"rows": 3}, "int for rows, expected a list of tensors"),
+    "numbers for rows": (lambda state: state | {"rows": [3]}, "int in the list of rows, expected a tensor"),
     "rows of another length": (lambda state: state | {"rows": [x[:, 1:] for x in state["rows"]]}, "holds rows of"),
     "rows of another dtype": (lambda state: state | {"rows": [x.double() for x in state["rows"]]}, "holds rows of"),
     "flat rows": (lambda state: state | {"rows": [x.view(-1) for x in state["rows"]]}, "holds rows of"),
     "NaN": (lambda state: state | {"rows": list(map(damaged, state["rows"]))}, "inf or NaN in its rows"),
 }
 IN_FILES = {
-    "no token": (lambda state: {key: x for key, x in state.items() if key != "token"}, "which file its rows are in"),
-    "a word for updates": (lambda state: state | {"updates": "x"}, "which file its rows are in"),
+    "no token": (lambda state: {key: x for key, x in state.items() if key != "token"}, "which file holds its rows"),
+    "a word for updates": (lambda state: state | {"updates": "x"}, "which file holds its rows"),
 }
 
 
@@ -469,7 +472,7 @@ def test_a_store_in_memory_may_be_copied_and_one_in_a_file_says_why_not(make, co
         if place == "memory":
             copied(kept)
             continue
-        with pytest.raises(TypeError, match=r"samples\.rows belongs to one store, and a copy would"):
+        with pytest.raises(TypeError, match=r"samples\.rows cannot be copied or pickled"):
             copied(kept)
 
 
@@ -481,7 +484,7 @@ def test_a_store_in_memory_may_be_copied_and_one_in_a_file_says_why_not(make, co
     [
         ({"numel": 0}, "numel=0"),
         ({"numel": 4, "keep": "fp8"}, "keep='fp8' is none of fp32, fp16, int8"),
-        ({"numel": 4, "budget_nbytes": 15}, "budget_nbytes=15 has not room for one sample.*16 bytes"),
+        ({"numel": 4, "budget_nbytes": 15}, "budget_nbytes=15 is too small for one sample.*16 bytes"),
         ({"numel": 4, "name": "a/b"}, "name='a/b' is not the name of a file"),
         ({"numel": 4, "name": ""}, "name=''"),
     ],
@@ -496,7 +499,7 @@ def test_what_cannot_be_a_row():
     for bad in (torch.ones(4, dtype=torch.int32), torch.ones(4, dtype=torch.float64)):
         with pytest.raises(TypeError, match="float32, float16 or bfloat16"):
             kept.put(0, bad)
-    with pytest.raises(ValueError, match="rows have 4 elements here, so 5 cannot be one"):
+    with pytest.raises(ValueError, match="a row must have 4 elements, not 5"):
         kept.put(0, torch.ones(5))
     for bad in (2**63, -(2**63) - 1):
         with pytest.raises(ValueError, match="64-bit"):

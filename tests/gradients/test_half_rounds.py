@@ -207,7 +207,7 @@ def test_half_rounds_are_refused_where_they_have_no_meaning():
     for keys, word in (
         ("halves=-1", "halves=-1 must be at least 1"),
         ("halves=1,iterations=2", "leave out iterations"),
-        ("halves=2,warm_start=false", "goes on from the one before"),
+        ("halves=2,warm_start=false", "continues from the one before"),
     ):
         with pytest.raises(ValueError, match=word):
             nb.compression(f"powersgd:{keys}")

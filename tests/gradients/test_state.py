@@ -235,11 +235,11 @@ BROKEN = {
     "inf": (lambda state: state["feedback"]["0.weight"][3:4].fill_(float("inf")), "inf or NaN for '0.weight'"),
     "int64": (
         lambda state: state["feedback"].update({"0.weight": torch.zeros(960, dtype=torch.int64)}),
-        "int64 for '0.weight', and float32 is expected",
+        "int64 for '0.weight', expected float32",
     ),
     "float64": (
         lambda state: state["feedback"].update({"0.weight": state["feedback"]["0.weight"].double()}),
-        "float64 for '0.weight', and float32 is expected",
+        "float64 for '0.weight', expected float32",
     ),
     "a list of numbers": (lambda state: state["feedback"].update({"0.weight": [0.0] * 960}), "list for '0.weight'"),
     "residuals of another": (
@@ -261,7 +261,7 @@ BROKEN = {
         "elements for 'owner/x/0.weight'",
     ),
     "a name that is a number": (lambda state: state["feedback"].update({3: torch.zeros(9)}), "TypeError"),
-    "a broken plan": (lambda state: state.update(controller={"plan": "{"}), "this is no plan"),
+    "a broken plan": (lambda state: state.update(controller={"plan": "{"}), "this is not a plan"),
 }
 
 

@@ -187,7 +187,7 @@ def test_samples_are_used_once():
     with pytest.raises(ValueError, match="sample 2 is in this batch twice"):
         boundary(x)
     boundary.samples = torch.arange(3)
-    with pytest.raises(ValueError, match="has 4 samples, and samples is of shape"):
+    with pytest.raises(ValueError, match="has 4 samples, but samples=… has shape"):
         boundary(x)
 
 

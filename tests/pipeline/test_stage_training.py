@@ -307,7 +307,7 @@ def with_one_broken_side(rank, world_size):
 
 def test_a_state_with_one_broken_side_changes_neither():
     for said, *all_is_well in run_ranks(with_one_broken_side, 3):
-        words = ["lacks before, behind, step", "'x' for step", "holds int for '8x24', where a dense tensor belongs"]
+        words = ["lacks before, behind, step", "'x' for step", "holds int for '8x24', expected a dense tensor"]
         assert all(word in text for word, text in zip(words, said, strict=True)), said
         assert all(all_is_well)
 

@@ -81,5 +81,5 @@ class Accordion(Policy):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         for name, norm in state.items():
             if not isinstance(norm, (int, float)):
-                raise ValueError(f"accordion keeps norms of layers, and the state holds {norm!r} for {name!r}")
+                raise ValueError(f"accordion: the state holds {norm!r} as the norm of {name!r}, expected a number")
         self._norms = {name: float(cast("float", norm)) for name, norm in state.items()}

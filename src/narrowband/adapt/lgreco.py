@@ -87,12 +87,13 @@ class LGreCo(Policy):
             raise ValueError(f"lgreco: objective={self.objective!r} is neither bytes nor time")
         if (self.objective == "time") != (self.seconds_per_byte is not None):
             raise ValueError(
-                "lgreco: objective='time' and seconds_per_byte=… belong together; nb.measure_times(…) measures them"
+                "lgreco: give objective='time' and seconds_per_byte=… together, or neither; nb.measure_times(…) "
+                "measures seconds_per_byte"
             )
         if self.discretization < 1:
             raise ValueError(f"lgreco: discretization={self.discretization} must be at least 1")
         if self.choices is not None and not self.choices:
-            raise ValueError("lgreco: there are no choices; leave choices out for those around the reference")
+            raise ValueError("lgreco: choices is empty; leave it out for the choices around the reference")
         self.specs()
 
     def specs(self) -> list[str]:
@@ -157,8 +158,8 @@ class LGreCo(Policy):
         lowest = math.fsum(errors.min(axis=1))
         if lowest > budget:
             log.warning(
-                "lgreco: %g times the reference's error cannot be reached with these choices; taking the least, %g "
-                "times",
+                "lgreco: no plan with these choices has an error of at most %g times the reference's; taking the plan "
+                "with the least error, %g times the reference's",
                 self.alpha, lowest / (budget / self.alpha) if budget else math.inf,
             )  # fmt: skip
             budget = lowest
@@ -294,9 +295,9 @@ def _prepared(
     least = math.fsum(error.min(axis=1))
     if not least <= budget:
         raise ValueError(
-            f"no choice of every layer keeps the error within {budget:g}: the least possible is {least:g}"
+            f"no combination of choices keeps the error within {budget:g}: the least possible error is {least:g}"
             if math.isfinite(least)
-            else f"nothing is allowed for layers {np.flatnonzero(~allowed.any(axis=1)).tolist()}"
+            else f"no choice is allowed for layers {np.flatnonzero(~allowed.any(axis=1)).tolist()}"
         )
     return size, error, np.lexsort((size, error), axis=1)
 

@@ -177,13 +177,15 @@ class Plan:
         try:
             values = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"this is no plan, or a part of one: it is not JSON ({error}); {_WRITTEN_BY}") from error
+            raise ValueError(
+                f"this is not a plan, or only a part of one: it is not JSON ({error}); {_WRITTEN_BY}"
+            ) from error
         if not isinstance(values, dict) or "version" not in values:
-            raise ValueError(f"this is not a plan: it is no JSON object with a version; {_WRITTEN_BY}")
+            raise ValueError(f"this is not a plan: it is not a JSON object with a version; {_WRITTEN_BY}")
         if values["version"] != _VERSION:
             raise ValueError(
-                f"this is a plan of version {values['version']!r}, and this version of narrowband reads version "
-                f"{_VERSION}; make the plan again with `narrowband adapt`"
+                f"the plan has version {values['version']!r}, but this narrowband reads version {_VERSION}; make the "
+                "plan again with `narrowband adapt`"
             )
         _check_keys("the plan", values, _PLAN, _PLAN_OPTIONAL)
         layers = tuple(_layer(number, layer) for number, layer in enumerate(values["layers"]))
@@ -204,7 +206,7 @@ class Plan:
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: this is not a plan: it is no text; {_WRITTEN_BY}") from error
+            raise ValueError(f"{path}: this is not a plan: it is not text; {_WRITTEN_BY}") from error
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 

@@ -77,7 +77,9 @@ class Policy(ABC):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
         if state:
-            raise ValueError(f"{self.name} keeps no state, and there is one: {', '.join(state)}")
+            raise ValueError(
+                f"{self.name} has no state, but the saved state holds {', '.join(state)}; use the policy that saved it"
+            )
 
     def _check_times(self) -> None:
         for name in ("every", "warmup_steps", "last"):
@@ -161,7 +163,7 @@ class GlobalTopK(Policy):
 
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         if not gradients:
-            raise ValueError("there are no gradients, so there is nothing to choose for")
+            raise ValueError("no gradients were given, so there is no layer to choose for")
         numel = sum(x.numel() for x in gradients.values())
         k = TopK(density=self.density).kept((check_numel(numel),))
         flat = torch.cat([x.detach().reshape(-1).float() for x in gradients.values()])
@@ -295,7 +297,7 @@ def search_space(reference: str | Compression) -> list[str]:
     chosen = as_choice(compression(reference))
     variations = chosen.codec.variations()
     if variations is None:
-        raise ValueError(f"{str(chosen)!r} has neither bits nor rank nor density to choose; give choices=[…]")
+        raise ValueError(f"{str(chosen)!r} has neither bits nor rank nor density to vary; give choices=[…]")
     key, values = variations
     method = chosen.feedback if chosen.feedback is not None and chosen.feedback.brings_codec else None
     changing = chosen.codec if method is None else method
@@ -307,5 +309,7 @@ def search_space(reference: str | Compression) -> list[str]:
             continue
         found.append(str(replace(chosen, codec=changed) if method is None else compression(changed)))  # type: ignore[arg-type]
     if str(chosen) not in found:
-        raise ValueError(f"{str(chosen)!r}: {key}={getattr(chosen.codec, key)} is not in its own search space")
+        raise ValueError(
+            f"the choices around {str(chosen)!r} lack its own {key}={getattr(chosen.codec, key)}; give choices=[…]"
+        )
     return found

@@ -44,7 +44,7 @@ def correlation(one: ArrayLike, other: ArrayLike) -> tuple[float, float]:
     """
     a, b = (np.asarray(x, dtype=np.float64).ravel() for x in (one, other))
     if a.shape != b.shape or not (np.ptp(a) > 0 and np.ptp(b) > 0):
-        raise ValueError("correlation is between two tables of one shape, neither of them constant")
+        raise ValueError("correlation needs two tables of the same shape, neither of them constant")
     return float(np.corrcoef(a, b)[0, 1]), float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
 
 

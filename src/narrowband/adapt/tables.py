@@ -101,7 +101,7 @@ def error_table(
     if not made:
         raise ValueError("there are no choices")
     if not gradients:
-        raise ValueError("there are no gradients, so there is nothing to choose for")
+        raise ValueError("no gradients were given, so there is no layer to choose for")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"these choices are given twice: {', '.join(twice)}")

@@ -77,7 +77,7 @@ def fit_times(buckets: Sequence[Sequence[str]], nbytes: ArrayLike, seconds: Arra
     if x.shape != (len(y), len(buckets)):
         raise ValueError(f"nbytes {x.shape} must be (samples, buckets), here ({len(y)}, {len(buckets)})")
     if len(y) < len(buckets) + 1:
-        raise ValueError(f"{len(y)} samples cannot tell {len(buckets)} buckets apart; take at least {len(buckets) + 1}")
+        raise ValueError(f"{len(y)} samples are too few for {len(buckets)} buckets; take at least {len(buckets) + 1}")
     scale = np.maximum(x.max(axis=0), 1.0)
     a = np.column_stack([np.ones(len(y)), x / scale])
     found = _nonnegative(a, y)

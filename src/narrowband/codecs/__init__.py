@@ -102,8 +102,8 @@ def codec(spec: str | Codec) -> Codec:
     if "+" in str(spec):
         check_plus(str(spec))
         raise ValueError(
-            f"{spec!r} names a feedback after '+'; a codec is what stands before it. "
-            "Where feedback is possible, as in nb.compress_gradients, pass the whole string"
+            f"{spec!r} names a feedback after '+', but only a codec is expected here. Pass the part before '+', or "
+            "pass the whole string where feedback is possible, as in nb.compress_gradients"
         )
     kind = find(name_of(spec))
     return parse_term(spec, available() if kind is None else {kind.name: kind}, "codec")

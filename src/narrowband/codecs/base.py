@@ -165,7 +165,10 @@ class Codec(ABC):
         """
         count = payloads.shape[0] if isinstance(payloads, Tensor) else len(payloads)
         if not count or count != len(seeds):
-            raise ValueError(f"a mean takes payloads and a seed for each; here are {count} and {len(seeds)}")
+            raise ValueError(
+                f"a mean needs at least one payload, and one seed per payload; got {count} payloads and {len(seeds)} "
+                "seeds"
+            )
         self._check_dtype(out)
         if isinstance(payloads, Tensor):
             payloads = self._checked_rows(payloads, out)
@@ -338,7 +341,7 @@ class Codec(ABC):
         Raises:
             TypeError: this codec sends something of every element.
         """
-        raise TypeError(f"{self} names no elements")
+        raise TypeError(f"{self} sends something of every element, so its payloads have no indices")
 
     def kept_rank(self, shape: Shape) -> int | None:
         """Return r if decoding gives an approximation of rank r to a matrix of this shape; otherwise None.
@@ -412,7 +415,8 @@ class Codec(ABC):
         expected = self.payload_nbytes(shape, dtype)
         if payload.numel() != expected:
             raise PayloadError(
-                f"a payload of {self} for {numel_of(shape)} elements has {expected} bytes, this one {payload.numel()}"
+                f"expected a payload of {expected} bytes for {numel_of(shape)} elements of {self}, got "
+                f"{payload.numel()} bytes"
             )
 
     def _target(
@@ -432,7 +436,7 @@ class Codec(ABC):
         if x.dtype not in _DTYPES or x.layout != torch.strided:
             raise TypeError(
                 f"{self} takes dense float32, float16 or bfloat16 tensors, not {x.dtype} ({x.layout}); "
-                "convert it, or leave it uncompressed"
+                "convert the tensor, or leave it uncompressed"
             )
 
     # ---- the spec string ---------------------------------------------------------------------------------------------

@@ -106,11 +106,11 @@ def read_runs(payload: Tensor, n: int) -> Tensor:
     """
     room, number = (payload.numel() - 4) // 2, int(payload[:4].view(torch.int32)[0])
     if not 0 <= number <= room:
-        raise PayloadError(f"the payload says that it holds {number} runs, and has room for {room}: it is damaged")
+        raise PayloadError(f"damaged payload: it claims to hold {number} runs, but has room for {room}")
     runs = payload[4 : 4 + 2 * number].view(torch.uint16)
     at = torch.cumsum(runs.long() + 1, 0) - 1
     if number and int(at[-1]) >= n:
-        raise PayloadError(f"the runs of this payload end at {int(at[-1])}, the tensor has {n} elements: it is damaged")
+        raise PayloadError(f"damaged payload: its runs end at element {int(at[-1])}, but the tensor has {n} elements")
     return at.to(torch.int32)
 
 

@@ -158,7 +158,10 @@ class Uniform(GroupedCodec):
     def __post_init__(self) -> None:
         check_keys(self)
         if self.scope == "tensor" and self.group != Uniform.group:
-            raise ValueError(f"uniform: group={self.group} and scope=tensor, where all is one group: give one of them")
+            raise ValueError(
+                f"uniform: group={self.group} cannot be combined with scope=tensor, where the whole tensor is one "
+                "group; leave one of them out"
+            )
         lowest = 2 if self.symmetric else 1
         if not lowest <= self.bits <= 8:
             raise ValueError(f"uniform: bits={self.bits} is not in [{lowest}, 8] with symmetric={self.symmetric}")
@@ -197,7 +200,9 @@ class QSGD(GroupedCodec):
     def __post_init__(self) -> None:
         check_keys(self)
         if not 2 <= self.bits <= 8:
-            raise ValueError(f"qsgd: bits={self.bits} is not in [2, 8]; the sign takes one (for one bit, use sign)")
+            raise ValueError(
+                f"qsgd: bits={self.bits} is not in [2, 8]: one bit is the sign; for one bit per element, use sign"
+            )
         _check_group("qsgd", "bucket", self.bucket)
 
     def variations(self) -> tuple[str, list[float]]:

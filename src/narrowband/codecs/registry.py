@@ -56,19 +56,21 @@ class Registry(Generic[T]):
         """
         candidate: Any = kind  # may come from another package, with types unchecked
         if not (isinstance(candidate, type) and issubclass(candidate, self._base) and is_dataclass(candidate)):
-            raise TypeError(f"a {self._what} is a dataclass that derives from {self._base.__name__}, not {kind!r}")
+            raise TypeError(
+                f"expected a dataclass that derives from {self._base.__name__} as a {self._what}, got {kind!r}"
+            )
         name: Any = getattr(kind, "name", None)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(
-                f"{kind.__qualname__}.name is {name!r}: a name in a spec string begins with a lower-case letter, and "
-                "goes on with those, digits, '_', '-' and '.'"
+                f"{kind.__qualname__}.name is {name!r}; a name in a spec string must begin with a lower-case letter, "
+                "and may then have lower-case letters, digits, '_', '-' and '.'"
             )
         with self._lock:
             there = self._kinds.setdefault(name, kind)
         if there is not kind:
             raise ValueError(
-                f"the {self._what} {name!r} is there already: {there.__module__}.{there.__qualname__}; choose another "
-                f"name for {kind.__module__}.{kind.__qualname__}"
+                f"the name {name!r} is taken by the {self._what} {there.__module__}.{there.__qualname__}; choose "
+                f"another name for {kind.__module__}.{kind.__qualname__}"
             )
         return kind
 
@@ -99,7 +101,9 @@ class Registry(Generic[T]):
                 try:
                     kind = point.load()
                     if getattr(kind, "name", point.name) != point.name:
-                        raise ValueError(f"its class calls itself {kind.name!r}")
+                        raise ValueError(
+                            f"the entry point is named {point.name!r}, but its class has the name {kind.name!r}"
+                        )
                     self.register(kind)
                 except Exception as error:
                     package = point.dist.name if point.dist is not None else point.value

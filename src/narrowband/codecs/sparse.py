@@ -123,11 +123,14 @@ class TopK(SelectingCodec):
         if self.tile != "none":
             tile_of(self.tile)
             if self.scope != "tensor" or self.sampled:
-                raise ValueError(f"topk: tile={self.tile} selects in each tile, exactly; leave out scope and select")
+                raise ValueError(
+                    f"topk: tile={self.tile} selects exactly, in each tile, and cannot be combined with scope or "
+                    "select; leave them out"
+                )
         if self.values in _LEVEL_BITS and (self.sampled or self.indices == "runs"):
             raise ValueError(
-                f"topk: values={self.values} has no zero, which select=sampled and indices=runs may have to send; "
-                "leave these out, or take values=int8"
+                f"topk: values={self.values} cannot represent zero, which select=sampled and indices=runs may have to "
+                "send; leave these two out, or use values=int8"
             )
 
     @property
@@ -216,7 +219,7 @@ class TopK(SelectingCodec):
             return at, values
         at, values = without_stops(at, values, k, fewer=self.sampled)
         if at.numel() > k:
-            raise PayloadError(f"the payload names {at.numel()} elements, where {self} keeps {k}: it is damaged")
+            raise PayloadError(f"damaged payload: it names {at.numel()} elements, but {self} keeps {k}")
         return _padded(at, values, k, n)
 
     def encode_at(self, x: Tensor, places: Tensor) -> Tensor:
@@ -231,8 +234,8 @@ class TopK(SelectingCodec):
         expected = self.values_nbytes(places.numel())
         if payload.dtype != torch.uint8 or tuple(payload.shape) != (expected,):
             raise PayloadError(
-                f"{places.numel()} values of {self} have {expected} bytes, this payload is {payload.dtype} of shape "
-                f"{tuple(payload.shape)}"
+                f"expected a uint8 payload of shape ({expected},) for {places.numel()} values of {self}, got "
+                f"{payload.dtype} of shape {tuple(payload.shape)}"
             )
         direct = is_plain(out)
         flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)

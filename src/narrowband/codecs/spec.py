@@ -44,7 +44,7 @@ def check_plus(spec: str) -> None:
     power = re.match(r"\d+", feedback)
     if power is not None and re.search(r"\d\.?[eE]$", text):
         raise ValueError(
-            f"behind '+' in {spec!r} a feedback is expected, and not {power[0]!r}; write numbers without it: "
+            f"expected a feedback after '+' in {spec!r}, got {power[0]!r}; write numbers without '+': "
             f"{(text + feedback)!r}"
         )
 
@@ -78,7 +78,7 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
     values: dict[str, Any] = {}
     for pair in rest.split(",") if rest else ():
         if not pair.strip():
-            raise ValueError(f"{text!r} has a comma with no key=value beside it")
+            raise ValueError(f"{text!r} has a comma without a key=value next to it")
         key, equals, value = pair.partition("=")
         key = key.strip()
         if key not in keys:
@@ -160,7 +160,7 @@ def check_keys(term: object) -> None:
             try:
                 object.__setattr__(term, f.name, hint(value))  # the dataclass is frozen; this is part of its __init__
             except OverflowError:
-                raise ValueError(f"{where} is more than a float can say") from None
+                raise ValueError(f"{where} is too large for a float") from None
 
 
 def format_term(term: object) -> str:

@@ -60,7 +60,7 @@ def tile_of(text: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)
     if found is None:
-        raise ValueError(f"tile={text!r} is no size of a tile; write rows x columns, such as 64x64")
+        raise ValueError(f"tile={text!r} is not the size of a tile; write rows x columns, such as 64x64")
     return int(found[1]), int(found[2])
 
 

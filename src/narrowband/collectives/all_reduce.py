@@ -51,8 +51,8 @@ class AllReduce(Exchange):
             return f"payloads of {codec} cannot be added, so collective='all_reduce' cannot carry them; use 'auto'"
         if feedback is not None and feedback.incremental and dtype != torch.float32:
             return (
-                f"collective='all_reduce' rounds sums of {codec} to 16 bits, and with {feedback.name} that error would "
-                "stay and grow; use 'all_gather' or 'auto'"
+                f"collective='all_reduce' rounds sums of {codec} to 16 bits, and {feedback.name} would add up these "
+                "errors from step to step; use 'all_gather' or 'auto'"
             )
         return None
 

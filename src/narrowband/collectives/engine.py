@@ -147,7 +147,7 @@ class Engine(SerialExecutor):
         try:
             what()
         except BaseException as error:
-            log.exception("the exchange stopped, and every later backward will say so")
+            log.exception("the exchange stopped because of this error; every later backward pass raises an error")
             self._order.clear()
             self._failed(error)
             self.error = error  # last: whoever reads it finds everything rolled back

@@ -119,12 +119,12 @@ class FactorReduce(Exchange):
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
         if feedback is not None and feedback.collective == FactorReduce.name:
             return None
-        return f"factors of low rank are kept by powersgd, and {codec} has none behind it"
+        return f"collective 'factor_reduce' averages the factors of powersgd, and {codec} is used without powersgd"
 
     def __init__(self, operands: Sequence[Operand], peers: Peers, *, measure: bool, state: State | None = None) -> None:
         super().__init__(operands, peers, measure=measure, state=state)
         if not isinstance(state, PowerSGD):
-            raise TypeError(f"factors of low rank are kept by powersgd, not by {state!r}")
+            raise TypeError(f"factor_reduce needs the state of powersgd, got {state!r}")
         self._state = state
         self._whole: list[Matrix] = []
         self._parts: list[Tensor] = []  # what the matrices in ``_whole`` send

@@ -78,7 +78,7 @@ class HalfRounds(FactorReduce):
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
         if feedback is not None and feedback.collective == HalfRounds.name:
             return None
-        return f"half rounds of power iteration belong to powersgd:halves=…, and {codec} has none behind it"
+        return f"collective 'half_rounds' needs powersgd with halves=…, and {codec} is used without it"
 
     def _form(self, matrix: Matrix) -> tuple[int, int, int, bool]:
         turned = self._state.starts_left(matrix.operand.key)

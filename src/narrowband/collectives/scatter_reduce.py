@@ -77,8 +77,8 @@ class ScatterReduce(Exchange):
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
         if feedback is not None and feedback.incremental:
             return (
-                f"collective='scatter_reduce' encodes sums again, and with {feedback.name} that error would stay and "
-                "grow; use 'all_gather' or 'auto'"
+                f"collective='scatter_reduce' encodes sums again, and {feedback.name} would add up the errors of that "
+                "from step to step; use 'all_gather' or 'auto'"
             )
         if not codec.requantizes:
             return (
@@ -89,14 +89,14 @@ class ScatterReduce(Exchange):
             return None
         if not feedback.keeps_owner_errors:
             return (
-                f"collective='scatter_reduce' encodes sums again, and {feedback.name} cannot keep what that loses; use "
-                "'all_gather' or 'auto'"
+                f"collective='scatter_reduce' encodes sums again, and {feedback.name} cannot keep the error of that; "
+                "use 'all_gather' or 'auto'"
             )
         if codec.lost_share >= 1:
             return (
-                f"collective='scatter_reduce' encodes sums again, and {codec}, which of normally distributed values "
-                f"loses {codec.lost_share:.3g} times their squared norm, would lose more of them at every step; use "
-                "'all_gather' or 'auto', or more bits"
+                f"collective='scatter_reduce' encodes sums again, and with {codec} the error of that would grow from "
+                f"step to step: its square is {codec.lost_share:.3g} times the squared norm of normally distributed "
+                "values; use 'all_gather' or 'auto', or more bits"
             )
         return None
 

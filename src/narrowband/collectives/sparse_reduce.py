@@ -107,13 +107,13 @@ class SparseReduce(Exchange):
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
         if not codec.keeps_elements:
             return (
-                f"collective='sparse_reduce' adds up elements of whole tensors in float32, over all ranks, and {codec} "
-                "does not; use 'all_gather' or 'auto'"
+                "collective='sparse_reduce' needs a codec that sends elements of the whole tensor unchanged, in "
+                f"float32, and takes the mean over all ranks; {codec} does not. Use 'all_gather' or 'auto'"
             )
         if feedback is None or not feedback.commits_arrivals:
             return (
-                "collective='sparse_reduce' delivers the largest sums, and the rest has to wait in a residual; use "
-                "'+ef' or dgc, or 'all_gather'"
+                "collective='sparse_reduce' delivers only the largest sums, and needs a feedback that keeps the rest; "
+                "use '+ef' or dgc, or 'all_gather'"
             )
         return None
 
@@ -182,7 +182,7 @@ class SparseReduce(Exchange):
         self._row = _row_nbytes(self._room, self._share)
         if self._share > _MOST:
             raise UnsupportedError(
-                f"{self._share} elements of an owner in one message are more than 32 bits can index; give a smaller "
+                f"a message has {self._share} elements per owner, more than 32-bit indices can address; give a smaller "
                 "message_nbytes"
             )
 

@@ -105,17 +105,19 @@ class AQSGD(SampleState):
     def __post_init__(self) -> None:
         check_keys(self)
         if not self.budget_gb > 0:
-            raise ValueError(f"aq-sgd: budget_gb={self.budget_gb} must be above 0; leave it out for no limit")
+            raise ValueError(f"aq-sgd: budget_gb={self.budget_gb} must be above 0; leave budget_gb out for no limit")
         if "," in self.folder or self.folder != self.folder.strip():
             raise ValueError(
-                f"aq-sgd: folder={self.folder!r} cannot be part of a spec: no commas, and no space at its ends"
+                f"aq-sgd: folder={self.folder!r} cannot be part of a spec string: it must have no commas, and no "
+                "spaces at the beginning or the end"
             )
 
     def check(self, codec: Codec) -> None:
         """Raise UnsupportedError for a codec without a fixed payload size, which the receiver has to know."""
         if not codec.fixed_size:
             raise UnsupportedError(
-                f"{codec} makes payloads of no fixed size, and with aq-sgd the receiver has to know it; use topk"
+                f"aq-sgd needs payloads of a fixed size, which the receiver knows in advance, and the size of {codec} "
+                "depends on the data; use topk"
             )
 
     @staticmethod
@@ -252,9 +254,9 @@ class AQSGD(SampleState):
             raise PayloadError(f"a payload is a flat uint8 tensor, not {payload.dtype} of shape {tuple(payload.shape)}")
         if payload.numel() != sum(sizes):
             raise PayloadError(
-                f"the payload has {payload.numel()} bytes, and for these samples this end expects {sum(sizes)}: both "
-                "ends need the same spec, and hold the same samples (compare reference_ids(), and keep_only() what "
-                "both have)"
+                f"expected a payload of {sum(sizes)} bytes for these samples, got {payload.numel()} bytes: both ends "
+                "need the same spec and must hold the same samples. Compare reference_ids() of both ends, and call "
+                "keep_only() on both with the samples that both hold"
             )
         if not ids or not out.numel():
             return out
@@ -329,23 +331,26 @@ class AQSGD(SampleState):
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(f"aq-sgd takes float32, float16 or bfloat16 activations, not {dtype}; convert them")
         if not len(shape):
-            raise ValueError("aq-sgd takes a batch, whose first dimension counts samples, not a single number")
+            raise ValueError(
+                "aq-sgd takes a batch whose first dimension is the samples, got a tensor without dimensions"
+            )
         if samples is None:
             raise ValueError(
-                "aq-sgd keeps a buffer per sample and must know which ones a batch holds: pass samples=…, an int64 "
-                "tensor with an id for each, the same in every epoch (the index in the data set will do)"
+                "aq-sgd keeps a buffer per sample and needs to know which samples a batch holds: pass samples=…, an "
+                "int64 tensor with one id per sample. A sample must have the same id in every epoch; its index in the "
+                "data set will do"
             )
         if samples.dtype != torch.int64:
-            raise TypeError(f"samples are int64 ids, not {samples.dtype}")
+            raise TypeError(f"samples must be int64 ids, not {samples.dtype}")
         if tuple(samples.shape) != (shape[0],):
             raise ValueError(
-                f"a batch of shape {tuple(shape)} has {shape[0]} samples, and samples is of shape "
-                f"{tuple(samples.shape)}; give one id for each"
+                f"a batch of shape {tuple(shape)} has {shape[0]} samples, but samples=… has shape "
+                f"{tuple(samples.shape)}; give one id per sample"
             )
         ids: list[int] = samples.tolist()
         if len(set(ids)) < len(ids):
             twice = next(sample for at, sample in enumerate(ids) if sample in ids[:at])
-            raise ValueError(f"sample {twice} is in this batch twice; give every sample an id of its own")
+            raise ValueError(f"sample {twice} is in this batch twice; give every sample its own id")
         return ids
 
     def _sizes(self, key: str, codec: Codec, shape: Sequence[int], dtype: torch.dtype, ids: list[int]) -> list[int]:
@@ -364,8 +369,8 @@ class AQSGD(SampleState):
     def _check_numel(self, key: str, store: SampleStore, numel: int) -> None:
         if store.numel != numel:
             raise ValueError(
-                f"samples of {store.numel} elements are held under {key!r}, so those of {numel} cannot be; pad them, "
-                "or use another key"
+                f"the samples held under {key!r} have {store.numel} elements, got samples of {numel} elements; pad "
+                "them, or use another key"
             )
 
     def _store_for(self, key: str, numel: int) -> SampleStore:
@@ -431,7 +436,9 @@ class AQSGD(SampleState):
         """Return a new store for rows of the length that a state says."""
         numel = rows.get("numel") if isinstance(rows, Mapping) else None
         if type(key) is not str or type(numel) is not int:
-            raise ValueError(f"{self.name}: the state has no rows by sample for {key!r}; pass state_dict()'s")
+            raise ValueError(
+                f"{self.name}: the state has no rows by sample for {key!r}; pass the state as state_dict() returned it"
+            )
         return self._new_store(key, numel)
 
 
@@ -445,6 +452,6 @@ def _cut(payload: Tensor, sizes: list[int]) -> Iterator[Tensor]:
 
 def _check_like(out: Tensor, x: Tensor) -> None:
     if out.dtype != x.dtype:
-        raise TypeError(f"what arrives of {x.dtype} is {x.dtype}, and arrived is {out.dtype}")
+        raise TypeError(f"arrived must have the dtype of the batch, {x.dtype}, not {out.dtype}")
     if out.shape != x.shape:
-        raise ValueError(f"arrived has the shape {tuple(out.shape)}, the batch {tuple(x.shape)}")
+        raise ValueError(f"arrived must have the shape of the batch, {tuple(x.shape)}, not {tuple(out.shape)}")

@@ -63,7 +63,7 @@ class State(ABC):
     @property
     def codec(self) -> Codec:
         """The method's codec, where :attr:`brings_codec`; others raise TypeError."""
-        raise TypeError(f"{self.name} stands behind a codec and brings none")
+        raise TypeError(f"{self.name} has no codec of its own; it is written after a codec, as in 'codec+{self.name}'")
 
     @property
     def collective(self) -> str | None:
@@ -196,14 +196,14 @@ class State(ABC):
             numel: elements of the tensor.
             ranks: number of ranks that average. One rank's residual counts 1/``ranks`` in a mean.
         """
-        raise TypeError(f"{self.name} keeps no errors of owners")
+        raise TypeError(f"{self.name} cannot keep the errors that owners make when they encode a mean")
 
     def reclaim_owner_error(self, key: str) -> None:  # noqa: B027  most keep none
         """Move the owner error into the residual. Call it before a collective without owners carries the tensor."""
 
     def take_residual(self, key: str) -> Tensor | None:
         """Remove the residual under ``key`` and return it, flat float32; None if there is none."""
-        raise TypeError(f"what {self.name} keeps has no meaning elsewhere")
+        raise TypeError(f"the state of {self.name} cannot be moved to another feedback")
 
     def add_residual(self, key: str, residual: Tensor) -> None:
         """Set the residual under ``key``, flat float32, whether or not there was one."""
@@ -317,7 +317,7 @@ class Feedback(State):
             at: int32, ascending: indices of the elements that were delivered.
             values: this rank's values that were delivered there.
         """
-        raise TypeError(f"{self.name} commits all of a payload, or nothing")
+        raise TypeError(f"{self.name} cannot commit a part of a payload")
 
     def can_roll_back(self, x: Tensor) -> bool:
         """Return whether :meth:`roll_back` can also undo :meth:`commit`, as long as nobody else writes to ``x``."""
@@ -334,7 +334,7 @@ class Feedback(State):
 
     def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
         """Do :meth:`roll_back` for several tensors, if ``bad``, one int32 on their device, is not zero."""
-        raise TypeError(f"{self.name} has to know on the host whether a step counts")
+        raise TypeError(f"{self.name} cannot roll back on the device; the host must know whether a step is good")
 
     def encodes_all(self, codec: Codec) -> bool:
         """Return whether :meth:`encode_all` works with this codec."""
@@ -348,7 +348,7 @@ class Feedback(State):
         Returns:
             Whether all are finite; True where kernels record it on the device (:class:`~narrowband.kernels.Findings`).
         """
-        raise TypeError(f"{self.name} encodes one tensor after the other")
+        raise TypeError(f"{self.name} cannot encode several tensors at once")
 
     def sent_reference(self, key: str) -> Tensor | None:
         """Return what the receivers hold of this sender under ``key``, flat float32, where :attr:`incremental`.
@@ -474,12 +474,12 @@ def check_saved(owner: str, key: str, value: object, *, dtypes: Sequence[torch.d
     """Raise ValueError unless what was saved under ``key`` is a finite tensor of one of these dtypes."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         what = f"{value.layout}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{owner}: the state holds {what} for {key!r}, where a dense tensor belongs")
+        raise ValueError(f"{owner}: the state holds {what} for {key!r}, expected a dense tensor")
     if value.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
-            f"{owner}: the state holds {str(value.dtype).removeprefix('torch.')} for {key!r}, and {expected} is "
-            "expected; pass it as state_dict() returned it"
+            f"{owner}: the state holds {str(value.dtype).removeprefix('torch.')} for {key!r}, expected {expected}; "
+            "pass the state as state_dict() returned it"
         )
     if not bool(value.isfinite().all()):
         raise ValueError(

@@ -148,21 +148,22 @@ class DGC(Feedback):
         if self.nesterov and not self.momentum:
             raise ValueError("dgc: nesterov=true needs a momentum above 0")
         if not self.clip > 0:
-            raise ValueError(f"dgc: clip={self.clip} must be above 0; leave it out for no clipping")
+            raise ValueError(f"dgc: clip={self.clip} must be above 0; leave clip out for no clipping")
         if self.warmup_steps < 0 or self.warmup_epochs < 0:
             raise ValueError(
                 f"dgc: warmup_steps={self.warmup_steps} and warmup_epochs={self.warmup_epochs} must not be negative"
             )
         if self.warmup_steps and self.warmup_epochs:
-            raise ValueError("dgc: a warm-up lasts warmup_steps or warmup_epochs; give one of them")
+            raise ValueError("dgc: give the length of the warm-up as warmup_steps or as warmup_epochs, not as both")
         if (self.warmup_steps or self.warmup_epochs) and self.density >= WARM_UP:
             raise ValueError(
-                f"dgc: density={self.density} is no less than the {WARM_UP:.0%} that warm-up begins with, so the "
-                "density would grow; leave the warm-up out"
+                f"dgc: density={self.density} is not below {WARM_UP:.0%}, with which a warm-up begins, so the density "
+                "would grow; leave the warm-up out"
             )
         if self.values == "int8" and self.indices == "runs":
             raise ValueError(
-                "dgc: values=int8 rounds 256 values together, and indices=runs puts zeros in between; leave out indices"
+                "dgc: values=int8 cannot be combined with indices=runs, which puts zeros between values that are "
+                "rounded together; leave indices out"
             )
 
     # ---- the schedule ------------------------------------------------------------------------------------------------
@@ -184,8 +185,8 @@ class DGC(Feedback):
         """
         if self.warmup_epochs and epoch is None:
             raise ValueError(
-                f"{self.name}: warmup_epochs={self.warmup_epochs} counts epochs: call handle.set_epoch(epoch) at the "
-                "beginning of each, from 0 on"
+                f"{self.name}: warmup_epochs={self.warmup_epochs} needs to know the epoch: call "
+                "handle.set_epoch(epoch) at the beginning of every epoch, counted from 0"
             )
         position, length = (epoch, self.warmup_epochs) if self.warmup_epochs else (step, self.warmup_steps)
         if position is None or position >= length:
@@ -222,22 +223,24 @@ class DGC(Feedback):
         commit: bool = False,
     ) -> tuple[bool, Tensor]:
         if commit and not self.can_roll_back(x):
-            raise ValueError(f"a step of {x.dtype} can be committed only when it is decided")
+            raise ValueError(
+                f"commit=True needs float32; a step of {x.dtype} can be committed only after it is decided"
+            )
         self._seeds[key] = seed
         if not self.holds(key):
             self._close(key, *(torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for _ in range(2)))
         now, before = self._opened(key)
         if now.numel() != x.numel():
             raise ValueError(
-                f"the state of {key!r} has {now.numel()} elements, so {x.numel()} cannot be encoded there; "
-                "use another key, or load the state of this model"
+                f"the state of {key!r} has {now.numel()} elements, got a tensor of {x.numel()}; use another key, or "
+                "load the state of this model"
             )
         if codec.exact:
             finite, payload = self._encode_velocity(key, x, now, before, codec, shape, seed, out)
         elif isinstance(codec, SelectingCodec):
             finite, payload = self._encode_top(key, x, now, before, codec, shape, seed, out)
         else:
-            raise TypeError(f"dgc sends what is largest, or everything, and not by {codec}")
+            raise TypeError(f"dgc needs a codec that selects elements by magnitude, or an exact one; got {codec}")
         if commit and finite:
             self._commit(key, x)
         return finite, payload
@@ -503,9 +506,7 @@ class DGC(Feedback):
         for name, value in state.items():
             room, slash, key = name.partition("/")
             if not slash or room not in keys:
-                raise ValueError(
-                    f"dgc keeps two sums and a velocity, and the state holds {name!r}: it was saved with another spec"
-                )
+                raise ValueError(f"dgc: the state has the unknown entry {name!r}; it was saved with another spec")
             check_saved(
                 self.name, name, value, dtypes=_UNCOMPRESSED_DTYPES if room == "uncompressed" else (torch.float32,)
             )

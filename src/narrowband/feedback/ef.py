@@ -136,7 +136,7 @@ class ErrorFeedback(Feedback):
         check_keys(self)
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(
-                f"{self.name}: decay={self.decay} is not in (0, 1]; 1 keeps all that waits, and a codec without "
+                f"{self.name}: decay={self.decay} is not in (0, 1]; 1 keeps the whole residual, and a codec without "
                 "feedback keeps none"
             )
 
@@ -153,7 +153,9 @@ class ErrorFeedback(Feedback):
     ) -> tuple[bool, Tensor]:
         self._open(key, x, seed)
         if commit and not self.can_roll_back(x):
-            raise ValueError(f"what {x.dtype} loses can be committed only when the step is decided")
+            raise ValueError(
+                f"commit=True needs float32; a step of {x.dtype} can be committed only after it is decided"
+            )
         if commit and isinstance(codec, SelectingCodec) and self._keeps_in_one_pass(codec, shape):
             return self._encode_kept(key, x, codec, shape=shape, seed=seed, out=out)
         residual = self._residuals[key] if self.store == "fp32" else self._kept[key].read()
@@ -184,8 +186,8 @@ class ErrorFeedback(Feedback):
         numel = self._residuals[key].numel() if self.store == "fp32" else self._kept[key].numel
         if numel != x.numel():
             raise ValueError(
-                f"the residual of {key!r} has {numel} elements, so {x.numel()} cannot be encoded there; "
-                "use another key, or load the state of this model"
+                f"the residual of {key!r} has {numel} elements, got a tensor of {x.numel()}; use another key, or "
+                "load the state of this model"
             )
         self._seeds[key] = seed
         self._in_one_pass.pop(key, None)
@@ -365,9 +367,9 @@ class ErrorFeedback(Feedback):
         for codec in dict.fromkeys(layer.codec for layer in layers):
             if codec.lost_share * self.decay**2 >= 1:
                 return (
-                    f"{codec}+{self.name}: of normally distributed values {codec} loses {codec.lost_share:.3g} times "
-                    "their squared norm, so the residual may grow from step to step: watch its norm, or use more bits, "
-                    "smaller groups or another codec"
+                    f"{codec}+{self.name}: the residual may grow from step to step, because the squared error of "
+                    f"{codec} is {codec.lost_share:.3g} times the squared norm of normally distributed values: watch "
+                    "the residual's norm, or use more bits, smaller groups or another codec"
                 )
         return None
 
@@ -394,7 +396,9 @@ class ErrorFeedback(Feedback):
         for name in state:
             place = _OWNER.fullmatch(name)
             if place is not None and place["key"] not in state:
-                raise ValueError(f"{self.name}: the state holds {name!r} and no residual of {place['key']!r}")
+                raise ValueError(
+                    f"{self.name}: the state holds {name!r} but no residual of {place['key']!r}; load all of the state"
+                )
 
     def fits(self, name: str, value: Tensor, layers: Mapping[str, Shape], others: Mapping[str, Shape]) -> bool:
         place = _OWNER.fullmatch(name)

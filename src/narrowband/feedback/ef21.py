@@ -76,8 +76,8 @@ class EF21(Feedback):
     def check(self, codec: Codec) -> None:
         if not codec.means_add_up:
             raise UnsupportedError(
-                f"ef21 adds up the means of changes, which are the mean of all gradients only where means are over all "
-                f"ranks, and '{codec}' has others; leave out mean=senders, or write '{codec}+ef'"
+                "ef21 adds up means of changes, which is correct only if means are over all ranks, and those of "
+                f"'{codec}' are not; leave out mean=senders, or write '{codec}+ef'"
             )
 
     # ---- the sender --------------------------------------------------------------------------------------------------
@@ -94,7 +94,9 @@ class EF21(Feedback):
         commit: bool = False,
     ) -> tuple[bool, Tensor]:
         if commit:
-            raise ValueError("ef21 takes a payload in only when the step is decided: a sum cannot be undone to the bit")
+            raise ValueError(
+                "ef21 cannot commit while it encodes (commit=True): what it adds cannot be undone bit by bit"
+            )
         g = self._of(self._sent_references, key, x)
         change = x.sub_(g) if x.dtype == torch.float32 else x.float().sub_(g)
         finite = kernels.all_finite(change, below=TOO_LARGE)
@@ -130,8 +132,8 @@ class EF21(Feedback):
             state = states[key] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
         elif state.numel() != x.numel():
             raise ValueError(
-                f"{state.numel()} elements were sent under {key!r}, so {x.numel()} cannot follow there; "
-                "use another key, or load the state of this model"
+                f"the state of {key!r} has {state.numel()} elements, got a tensor of {x.numel()}; use another key, "
+                "or load the state of this model"
             )
         return state
 

@@ -75,8 +75,8 @@ class MixedFeedback(ErrorFeedback):
             )
         if not codec.takes_any:
             raise UnsupportedError(
-                f"{self.name} chooses twice, and may send fewer elements than '{codec}' has to; leave out tile, take "
-                f"values=int8 or more, or write '{codec}+ef'"
+                f"{self.name} may choose the same elements twice, and '{codec}' cannot send fewer elements than it "
+                f"keeps; leave out tile, use values=int8 or more bits, or write '{codec}+ef'"
             )
 
     def _keeps_in_one_pass(self, codec: SelectingCodec, shape: Shape) -> bool:

@@ -80,13 +80,13 @@ class PowerSGD(State):
             if getattr(self, key) < 1:
                 raise ValueError(f"powersgd: {key}={getattr(self, key)} must be at least 1")
         if not 0.0 <= self.min_ratio < math.inf:
-            raise ValueError(f"powersgd: min_ratio={self.min_ratio} must be a number from 0 on")
+            raise ValueError(f"powersgd: min_ratio={self.min_ratio} must be finite and at least 0")
         if self.halves < 0:
-            raise ValueError(f"powersgd: halves={self.halves} must be at least 1; or leave it out for whole rounds")
+            raise ValueError(f"powersgd: halves={self.halves} must be at least 1; leave halves out for whole rounds")
         if self.halves and (self.iterations > 1 or not self.warm_start):
             raise ValueError(
-                f"powersgd: halves={self.halves} says how many half rounds a step makes, and each goes on from the one "
-                "before: leave out iterations and warm_start"
+                f"powersgd: halves={self.halves} is the number of half rounds per step, each of which continues from "
+                "the one before; leave out iterations and warm_start"
             )
 
     @property
@@ -101,7 +101,7 @@ class PowerSGD(State):
     def factors(self, codec: Codec, shape: Shape) -> tuple[int, int, int]:
         """Return (n, m, r) of a tensor of this shape; r = 0: it is averaged uncompressed."""
         if not isinstance(codec, LowRank):
-            raise TypeError(f"powersgd averages factors of low rank; {codec} has none")
+            raise TypeError(f"powersgd needs the codec lowrank, got {codec}")
         sent = self.halves / 2 if self.halves else 1.0
         return factors(shape, codec.rank, self.min_ratio * sent)
 
@@ -146,8 +146,8 @@ class PowerSGD(State):
         sizes = [(layer, *self.factors(layer.codec, layer.shape)) for layer in layers]
         if whole and sizes and not any(r for *_, r in sizes):
             return (
-                f"{format_term(self)} factors none of this model's matrices, which are too narrow for it: all travel "
-                "uncompressed. Do not compress, or take a quantizer such as qsgd:bits=4"
+                f"{format_term(self)} factors none of this model's matrices: they are too narrow for its rank and "
+                "min_ratio, and all travel uncompressed. Do not compress, or use a quantizer such as qsgd:bits=4"
             )
         wanted = {layer.key: layer.codec.rank for layer in layers if isinstance(layer.codec, LowRank)}
         cut = [(layer.key, n, m, r) for layer, n, m, r in sizes if wanted[layer.key] > min(n, m)]
@@ -165,8 +165,8 @@ class PowerSGD(State):
         room, at = self._places[key]
         if room[at].numel() != n * m:
             raise ValueError(
-                f"the residual of {key!r} has {room[at].numel()} elements, so {n * m} cannot be averaged there; "
-                "use another key, or load the state of this model"
+                f"the residual of {key!r} has {room[at].numel()} elements, got a tensor of {n * m}; use another key, "
+                "or load the state of this model"
             )
         return room[at].view(n, m)
 
@@ -285,14 +285,14 @@ class PowerSGD(State):
         for name, value in state.items():
             room, slash, key = name.partition("/")
             if not slash or room not in ("residual", "factor", *(["left"] if self.halves else [])):
-                raise ValueError(
-                    f"powersgd keeps residuals and factors, and the state holds {name!r}: it was saved with another "
-                    "spec"
-                )
+                raise ValueError(f"powersgd: the state has the unknown entry {name!r}; it was saved with another spec")
             if room == "residual" and not self.ef:
-                raise ValueError("the state holds residuals, and powersgd with ef=false could not send them")
+                raise ValueError(
+                    "powersgd: the state holds residuals, which ef=false would never send; use ef=true, or load a "
+                    "state that was saved with ef=false"
+                )
             if room == "left" and f"factor/{key}" in state:
-                raise ValueError(f"powersgd: the state holds two factors of {key!r} to start with, and one is kept")
+                raise ValueError(f"powersgd: the state holds two factors of {key!r}, left and right; expected one")
             check_saved(self.name, name, value)
 
     def fits(self, name: str, value: Tensor, layers: Mapping[str, Shape], others: Mapping[str, Shape]) -> bool:

@@ -159,7 +159,7 @@ def compression(spec: str | Codec | Compression | State) -> Compression:
     method = codecs.parse_term(text, {**codecs.available(), **methods()}, "codec")
     assert isinstance(method, State)
     if behind is not None and not method.includes(behind):
-        raise ValueError(f"{method.name} keeps what it does not send in its own way; leave out '+{feedback}'")
+        raise ValueError(f"{method.name} has a feedback of its own; leave out '+{feedback}'")
     return Compression(method.codec, method)
 
 

@@ -91,7 +91,7 @@ class SampleStore:
         chunk_nbytes: int | None = None,
     ) -> None:
         if numel < 1:
-            raise ValueError(f"numel={numel}: a row has at least one element")
+            raise ValueError(f"numel={numel} must be at least 1")
         if keep not in get_args(Keep):
             raise ValueError(f"keep={keep!r} is none of {', '.join(get_args(Keep))}")
         if not name or Path(name).name != name:
@@ -100,7 +100,7 @@ class SampleStore:
         self.keep = keep
         if budget_nbytes is not None and budget_nbytes < self.nbytes_per_sample:
             raise ValueError(
-                f"budget_nbytes={budget_nbytes} has not room for one sample: {numel} elements in {keep} take "
+                f"budget_nbytes={budget_nbytes} is too small for one sample: {numel} elements in {keep} take "
                 f"{self.nbytes_per_sample} bytes; give more, or keep samples in fewer bits"
             )
         self._capacity = math.inf if budget_nbytes is None else budget_nbytes // self.nbytes_per_sample
@@ -170,7 +170,7 @@ class SampleStore:
         """
         place = self._places.get(sample)
         if place is None:
-            raise ValueError(f"sample {sample} is not held; ask has() first")
+            raise ValueError(f"sample {sample} is not held; check with has() before")
         if write:
             self._count()
         stored = self._at(place)
@@ -200,9 +200,9 @@ class SampleStore:
             self._lent = None
             return True
         if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(f"rows are made of float32, float16 or bfloat16, not {x.dtype}")
+            raise TypeError(f"a row must be float32, float16 or bfloat16, not {x.dtype}")
         if x.numel() != self.numel:
-            raise ValueError(f"rows have {self.numel} elements here, so {x.numel()} cannot be one")
+            raise ValueError(f"a row must have {self.numel} elements, not {x.numel()}")
         sample = operator.index(sample)
         place = self._places.get(sample)
         if place is None:
@@ -241,7 +241,7 @@ class SampleStore:
     def _new_place(self, sample: int) -> int:
         """Return the place of a new sample's row, and allocate it if needed."""
         if not -(2**63) <= sample < 2**63:
-            raise ValueError(f"{sample} is no id of a sample: ids are 64-bit integers")
+            raise ValueError(f"{sample} is not the id of a sample: ids are 64-bit integers")
         if self._free:
             return self._free.pop()
         there = self._starts[-1]
@@ -266,7 +266,7 @@ class SampleStore:
         if not self._warned_full:
             self._warned_full = True
             log.warning(
-                "the store is full with %d samples of %d bytes; those that are new from now on are not kept",
+                "the store is full: it holds %d samples of %d bytes each, and further samples are not stored",
                 len(self), self.nbytes_per_sample,
             )  # fmt: skip
 
@@ -305,8 +305,8 @@ class SampleStore:
         file = _File.old(self._path, (self.keep, self.numel, state["token"]))
         updates = state["updates"]
         if places and (file is None or file.updates != updates or max(places.values()) >= file.length):
-            what = "is missing" if file is None else "has gone on since the state was taken, or was cut"
-            log.warning("%s %s: %d samples are dropped, and travel in full once more", self._path, what, len(places))
+            what = "is missing" if file is None else "has changed since the state was saved, or was truncated"
+            log.warning("%s %s: %d samples are dropped, and are sent in full once more", self._path, what, len(places))
             places = {}
         self._token, self._file = state["token"], file
         self._updates = updates if file is None else file.updates
@@ -323,46 +323,48 @@ class SampleStore:
             ValueError: this store cannot hold the state's samples.
         """
         if not isinstance(state, Mapping) or (lacking := {"numel", "keep", "ids", "places"} - state.keys()):
-            what = f"one without {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(f"the state of rows by sample is what state_dict() returned, and this is {what}")
+            what = (
+                f"a dict without {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else type(state).__name__
+            )
+            raise ValueError(f"expected the state of rows by sample that state_dict() returned, got {what}")
         if (state["numel"], state["keep"]) != (self.numel, self.keep):
             raise ValueError(
-                f"the state holds rows of {state['numel']} elements in {state['keep']}, this store has rows of "
-                f"{self.numel} in {self.keep}; use the settings that it was saved with"
+                f"the state holds rows of {state['numel']} elements in {state['keep']}, but this store holds rows of "
+                f"{self.numel} in {self.keep}; use the settings that the state was saved with"
             )
         places = _paired(state["ids"], state["places"])
         if len(places) > self._capacity:
             raise ValueError(
-                f"the state holds {len(places)} samples, the budget has room for {self._capacity}; allow "
+                f"the state holds {len(places)} samples, but the budget has room for {self._capacity}; allow "
                 f"{len(places) * self.nbytes_per_sample} bytes"
             )
         if ("rows" in state) != (self._path is None):
             there, here = ("memory", "a file") if "rows" in state else ("a file", "memory")
-            raise ValueError(f"the state is of rows in {there}, and this store has them in {here}")
+            raise ValueError(f"the state holds its rows in {there}, but this store keeps them in {here}")
         if self._path is not None:
             token, updates = state.get("token"), state.get("updates")
             if not isinstance(token, str) or type(updates) is not int or updates < 0:
-                raise ValueError(f"the state does not say which file its rows are in: {token!r}, {updates!r}")
+                raise ValueError(
+                    f"the state does not say which file holds its rows: token is {token!r}, and updates is {updates!r}"
+                )
             return places
         if not isinstance(state["rows"], Sequence):
-            raise ValueError(
-                f"the state holds {type(state['rows']).__name__} for rows, and a list of tensors belongs there"
-            )
+            raise ValueError(f"the state holds {type(state['rows']).__name__} for rows, expected a list of tensors")
         for rows in state["rows"]:
             self._check_rows(rows)
         if max(places.values(), default=-1) >= (length := sum(map(len, state["rows"]))):
-            raise ValueError(f"the state holds {length} rows, and a sample in row {max(places.values())}")
+            raise ValueError(f"the state holds {length} rows, but says that a sample is in row {max(places.values())}")
         return places
 
     def _check_rows(self, rows: object) -> None:
         """Raise ValueError unless these are finite rows in this store's format."""
         dtype, width = _DTYPES[self.keep], _width(self.keep, self.numel)
         if not isinstance(rows, Tensor):
-            raise ValueError(f"the state holds {type(rows).__name__} for rows, where a tensor belongs")
+            raise ValueError(f"the state holds {type(rows).__name__} in the list of rows, expected a tensor")
         if rows.layout != torch.strided or rows.dtype != dtype or rows.dim() != 2 or rows.shape[1] != width:
             raise ValueError(
-                f"the state holds rows of {rows.dtype} and shape {tuple(rows.shape)}, and these are (rows, {width}) of "
-                f"{dtype} here"
+                f"the state holds rows of {rows.dtype} and shape {tuple(rows.shape)}, expected {dtype} and shape "
+                f"(rows, {width})"
             )
         steps = rows
         if self.keep == "int8":
@@ -381,13 +383,13 @@ def _paired(ids: object, places: object) -> dict[int, int]:
         dense = isinstance(value, Tensor) and value.layout == torch.strided
         if not isinstance(value, Tensor) or not dense or value.dtype != torch.int64 or value.dim() != 1:
             what = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"the state holds {what} for {name}, where int64 numbers belong, one for each sample")
+            raise ValueError(f"the state holds {what} for {name}, expected a vector of int64 numbers, one per sample")
     assert isinstance(ids, Tensor)
     assert isinstance(places, Tensor)
     found = dict(zip(ids.tolist(), places.tolist(), strict=False))
     alone = len(set(found.values())) == len(found) == len(ids) == len(places)
     if not alone or min(found.values(), default=0) < 0:
-        raise ValueError("the state does not say of each sample where it is: some are there twice, or nowhere")
+        raise ValueError("the state does not give every sample a row of its own: ids or places are missing or repeated")
     return found
 
 
@@ -450,8 +452,8 @@ class _File:
     def __reduce__(self) -> NoReturn:
         """Refuse copying and pickling with a message that says what to do."""
         raise TypeError(
-            f"{self._path} belongs to one store, and a copy would change the same rows: save state_dict() and load it, "
-            "or keep rows in memory"
+            f"a store with the file {self._path} cannot be copied or pickled, because both would change the same rows: "
+            "save and load state_dict(), or keep rows in memory"
         )
 
     def rows(self, first: int, count: int) -> Tensor:
@@ -488,8 +490,8 @@ class _File:
 
 def _of_another_run(path: Path) -> str:
     return (
-        f"{path} is there already and belongs to another run, or to the other end of a boundary: load that run's state "
-        "to go on with it, choose another folder, or delete the file"
+        f"{path} exists already and belongs to another run, or to the other end of a boundary: to continue that run, "
+        "load its state; otherwise choose another folder, or delete the file"
     )
 
 

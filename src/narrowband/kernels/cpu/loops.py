@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 if config.DISABLE_JIT:  # type: ignore[attr-defined] # set as the module is loaded
     raise UnsupportedError(
-        "Numba is told to compile nothing (NUMBA_DISABLE_JIT), and loops on CPU are nothing without that: unset it, or "
-        "set NARROWBAND_KERNELS=reference, which takes plain PyTorch"
+        "NUMBA_DISABLE_JIT is set, so Numba compiles nothing, but the CPU loops must be compiled: unset "
+        "NUMBA_DISABLE_JIT, or set NARROWBAND_KERNELS=reference to use plain PyTorch"
     )
 
 F32, I32, U8, U32 = np.float32, np.int32, np.uint8, np.uint32
