@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from narrowband.bench.ddp import NO_COMMUNICATION, Config, backend_of, run
 from narrowband.bench.models import MODELS
 from narrowband.lab import LabConfig, requirements
+from narrowband.planning import Option
 from tests.gradients.training import FINGERPRINT
 
 RAW = MODELS["gpt-tiny"].numel() * 4  # with two ranks a ring all-reduce sends 2·(2 − 1)/2 of it
@@ -123,6 +125,16 @@ def test_several_ranks_per_machine_have_rows_for_each_way_to_send():
     # A payload to each of three others; half a payload to one.
     for row in (levels, sharded):
         assert row["sent_bytes_per_step"] < 0.25 * flat["sent_bytes_per_step"] + 2000
+
+
+def test_options_of_a_plan_are_rows_and_rounds_are_measured_whole():
+    config = Config(nodes=2, rate="none", model="gpt-tiny", codecs=(), plain=True, rounds=1, steps=2)
+    options = [Option(None), Option("none"), Option("none", every=3), Option("uniform:bits=2+ef", every=15)]
+    rows = {row["codec"]: row for row in run(replace(config, optimizer="adamw"), options=options)}
+    assert list(rows) == [NO_COMMUNICATION, *(option.name for option in options)]
+    assert not any("error" in row for row in rows.values())
+    gradients, updates = (rows[name]["sent_bytes_per_step"] for name in ("none", "updates every 3, none"))
+    assert updates == pytest.approx(gradients / 3, abs=8)
 
 
 def test_links_are_emulated_unless_ranks_are_on_gpus(monkeypatch):

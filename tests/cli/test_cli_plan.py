@@ -17,7 +17,7 @@ from narrowband.bench import foretold, plan
 from narrowband.bench.ranks import RankError
 from narrowband.cli import main
 from narrowband.lab import LabConfig, requirements
-from narrowband.planning import DDP, Host, Link, known
+from narrowband.planning import DDP, Host, Link, Option, known
 from tests.ranks import run_ranks
 
 LAB_MISSING = requirements(LabConfig(nodes=2, rate="200mbit"))
@@ -359,6 +359,42 @@ def test_predictions_stand_beside_measurements(tmp_path, narrow):
     assert [side["codec"] for side in written["verdicts"][0]["sides"]] == ["none", "qsgd:bits=4"]
 
 
+@pytest.mark.root
+@pytest.mark.thorough
+@pytest.mark.skipif(bool(LAB_MISSING), reason="; ".join(LAB_MISSING) or "the lab is there")
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("--every", "0", "3", "--optimizer", "adamw", "--rates", "50mbit/100mbit"),
+         {"none", "qsgd:bits=4", "dgc:density=0.01", "updates every 3, none", "updates every 3, qsgd:bits=4"}),
+        (("--per-node", "2", "--rates", "100mbit"),
+         {spec + where for spec in ("none", "qsgd:bits=4", "dgc:density=0.01") for where in ("", ", two levels")}),
+    ],
+)  # fmt: skip
+def test_predicted_bytes_are_those_that_are_sent_in_rounds_and_on_two_levels(tmp_path, narrow, words, names):
+    told = tmp_path / "plan.json"
+    words = ("--model", "gpt-tiny", "--nodes", "2", "--rounds", "1", "--steps", "2", "--json", str(told), *words)
+    code, _, err = narrow("bench", "plan", "--codecs", "none", "qsgd:bits=4", "dgc:density=0.01", *words)
+    assert (code, err) == (0, "")
+    written = json.loads(told.read_text())
+    rows = {row["codec"]: row for row in written["rows"]}
+    assert rows.keys() == {DDP, *names}
+    for name, row in rows.items():
+        measured = row["measured_sent_bytes"]
+        if name == "updates every 3, qsgd:bits=4":
+            measured -= 4 * (1024 + 2) / 3  # outer="auto" measures its length in each of the first rounds
+        if name != DDP:
+            assert row["predicted_sent_bytes"] == pytest.approx(measured, abs=64)
+        assert row["predicted_link_bytes"] <= row["measured_link_bytes"]
+        if "dgc" not in name:  # whose messages are so small that most of them is headers
+            assert row["predicted_link_bytes"] > 0.75 * row["measured_link_bytes"]
+    assert written["verdicts"] == foretold.verdicts(written["rows"])
+
+
+def a_row(codec, session):
+    return {"codec": codec, "rate": session.rate, "nodes": session.nodes, "per_node": session.per_node}
+
+
 def test_a_comparison_that_was_stopped_goes_on_with_the_links_that_are_left(tmp_path, narrow, monkeypatch):
     measured, fails = [], {"1gbit"}
 
@@ -368,10 +404,10 @@ def test_a_comparison_that_was_stopped_goes_on_with_the_links_that_are_left(tmp_
             raise RankError("rank 1 ended")
         return None, None
 
-    def trained(session):
-        return [{"codec": codec, "rate": session.rate, "nodes": session.nodes} for codec in ("none", "plain DDP")]
+    def trained(session, options):
+        return [a_row(codec, session) for codec in ("no-communication", *(option.name for option in options))]
 
-    def compared(row, _, __):
+    def compared(row, *_):
         step_s = {"predicted_step_s": 0.1, "measured_step_s": 0.125, "error": -0.2}
         compute_s = {"predicted_compute_s": 0.1, "measured_compute_s": 0.1, "at_that_speed_error": -0.2}
         return {**row, **step_s, **compute_s}
@@ -384,13 +420,15 @@ def test_a_comparison_that_was_stopped_goes_on_with_the_links_that_are_left(tmp_
     code, _, err = narrow(*words)
     assert code == 1
     assert "rank 1 ended" in err
-    assert {row["rate"] for row in json.loads(told.read_text())["rows"]} == {"200mbit"}
+    assert {(row["rate"], row["codec"]) for row in json.loads(told.read_text())["rows"]} == {
+        ("200mbit", DDP), ("200mbit", "none"),
+    }  # fmt: skip
     fails.clear()
     code, out, err = narrow(*words)
     assert (code, err) == (0, "")
     assert measured == [(2, "200mbit"), (2, "1gbit"), (2, "1gbit")]
     assert "2 ranks, links of 200mbit" in out
-    assert [row["rate"] for row in json.loads(told.read_text())["rows"]] == ["200mbit", "1gbit"]
+    assert [row["rate"] for row in json.loads(told.read_text())["rows"]] == ["200mbit"] * 2 + ["1gbit"] * 2
     narrow(*words[:-2], "--rounds", "1", *words[-2:])
     assert len(measured) == 5, "another configuration is measured anew"
     monkeypatch.setattr("narrowband.report.record.sources", lambda: "other code")
@@ -405,17 +443,18 @@ def test_a_link_that_is_measured_again_takes_no_other_out_of_the_record(tmp_path
         return None, None
 
     monkeypatch.setattr(foretold, "_measured", one_link)
-    monkeypatch.setattr(foretold.ddp, "run", lambda own: [{"codec": "none", "rate": own.rate, "nodes": own.nodes}])
+    monkeypatch.setattr(foretold.ddp, "run", lambda own, options: [a_row("none", own)] * (1 + len(options)))
     monkeypatch.setattr(foretold, "_beside", lambda row, *_: row | {"measured_step_s": 0.1})
     known = [{"rate": rate, "nodes": 2, "measured_step_s": was} for rate, was in (("200mbit", None), ("1gbit", 1))]
-    kept, config = [], foretold.Config(rates=("200mbit", "1gbit", "10gbit"), nodes=(2,))
+    kept, config = [], foretold.Config(rates=("200mbit", "1gbit", "10gbit"), nodes=(2,), codecs=("none",))
     with pytest.raises(RankError):
         foretold.run(config, known=known, keep=lambda rows: kept.append([*rows]))
-    assert [(row["rate"], row["measured_step_s"]) for row in kept[-1]] == [("200mbit", 0.1), ("1gbit", 1)]
+    assert [(row["rate"], row["measured_step_s"]) for row in kept[-1]] == [*[("200mbit", 0.1)] * 2, ("1gbit", 1)]
 
 
 def beside(codec, said, was, rate="1gbit"):
-    return {"codec": codec, "rate": rate, "nodes": 2, "predicted_step_s": said, "measured_step_s": was}
+    step_s = {"predicted_step_s": said, "measured_step_s": was}
+    return {"codec": codec, "rate": rate, "nodes": 2, "per_node": 1, **step_s}
 
 
 def test_a_verdict_is_wrong_where_the_choice_costs_more_than_a_tenth():
@@ -436,6 +475,16 @@ def test_a_link_where_nothing_was_measured_has_no_verdict_and_without_ddp_there_
     assert foretold.verdicts([beside("fp16", 1.0, 2.0)])[0]["sides"] == []
 
 
+def test_gradients_and_rounds_have_a_row_for_each_codec_that_can_be_sent_so():
+    config = foretold.Config(codecs=("none", "dgc:density=0.01"), every=(0, 15))
+    assert config.options == [Option(None), Option("none"), Option("dgc:density=0.01"), Option("none", every=15)]
+    levels = foretold.Config(codecs=("none", "dgc:density=0.01"), per_node=2)
+    assert [option.name for option in levels.options] == [
+        DDP, "none", "none, two levels", "dgc:density=0.01", "dgc:density=0.01, two levels",
+    ]  # fmt: skip
+    assert config.session("20mbit/100mbit", 2).place() == LabConfig(2, rate="20mbit", down="100mbit")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -444,10 +493,17 @@ def test_a_link_where_nothing_was_measured_has_no_verdict_and_without_ddp_there_
         {"rates": ("0mbit",)},
         {"codecs": ("foo",)},
         {"codecs": ("threshold:value=0.1+ef",)},
+        {"every": ()},
+        {"every": (0, -1)},
+        {"every": (15,), "per_node": 2},
+        {"rates": ("20mbit/fast",)},
+        {"per_node": 0},
     ],
 )
 def test_a_comparison_that_cannot_be_is_refused_before_ranks_start(wrong):
     with pytest.raises(
-        ValueError, match=r"a single rank|nothing to measure|carries nothing|unknown codec|nobody can predict it"
+        ValueError,
+        match=r"a single rank|nothing to measure|carries nothing|unknown codec|nobody can predict it|machines of one rank|"
+        r"must be at least 1|cannot be read",
     ):
         foretold.Config(**wrong)

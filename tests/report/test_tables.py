@@ -122,15 +122,16 @@ def test_what_diverged_is_said_to_have():
 
 def test_predictions_beside_measurements_have_two_errors():
     row = {
-        "codec": "qsgd:bits=4", "nodes": 2, "rate": "200mbit", "predicted_step_s": 0.15, "measured_step_s": 0.2,
-        "error": -0.25, "predicted_compute_s": 0.05, "measured_compute_s": 0.1, "at_that_speed_step_s": 0.18,
-        "at_that_speed_error": -0.1,
+        "codec": "qsgd:bits=4", "nodes": 2, "per_node": 1, "rate": "200mbit", "predicted_step_s": 0.15,
+        "measured_step_s": 0.2, "error": -0.25, "predicted_compute_s": 0.05, "measured_compute_s": 0.1,
+        "at_that_speed_step_s": 0.18, "at_that_speed_error": -0.1,
     }  # fmt: skip
     said = drawn(tables.foretold_table([row, row | dict.fromkeys(("measured_step_s", "error", "measured_compute_s"))]))
     assert re.search(r"150 ms +200 ms +-25.0% +-50.0% +-10.0%", said)
     assert re.search(r"150 ms +– +– +–", said)
     assert said.count("error") == 2
     assert "2 ranks, links of 200mbit" in said
+    assert "2 machines of 4 ranks, links of 200mbit" in drawn(tables.foretold_table([row | {"per_node": 4}]))
     assert re.search(r"qsgd:bits=4 +150 ms .*-10.0%", drawn(tables.foretold_table([row]), width=80))
 
 
@@ -141,12 +142,13 @@ def test_verdicts_name_what_was_predicted_wrongly():
         {"codec": "x", "is_right": None},
     ]
     row = {
-        "nodes": 2, "rate": "1gbit", "predicted_best": "sign+ef", "measured_best": "fp16", "slower_by": 0.25,
-        "is_right": False, "sides": sides,
+        "nodes": 2, "per_node": 1, "rate": "1gbit", "predicted_best": "sign+ef", "measured_best": "fp16",
+        "slower_by": 0.25, "is_right": False, "sides": sides,
     }  # fmt: skip
     said = drawn(tables.verdicts_table([row, row | {"slower_by": 0.04, "is_right": True, "sides": sides[:1]}]))
     assert re.search(r"sign\+ef +fp16 +1 of 2 rightly; wrongly sign\+ef +2 +1gbit +25.0%, wrong", said)
     assert re.search(r"sign\+ef +fp16 +1 of 1 rightly +2 +1gbit +4.0%", said)
+    assert re.search(r"rightly; wrongly sign\+ef +2 × 4 +1gbit", drawn(tables.verdicts_table([row | {"per_node": 4}])))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])

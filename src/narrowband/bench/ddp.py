@@ -26,6 +26,9 @@ With several ranks per machine each spec has three rows: every rank sends to eve
 their machine first (``levels``); and the model is sharded inside each machine (``fsdp2``). Further rows have FSDP2 with
 nothing sent between machines, and PyTorch's own DDP and HSDP.
 
+Callers may name the rows instead, as options of ``narrowband plan``. These can be rounds of updates, too. A round of
+measurements then has as many steps as whole rounds of updates take.
+
 ``run`` starts the ranks and puts the rows together; this module run as ``python -m`` is one rank.
 """
 
@@ -36,7 +39,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -56,6 +59,7 @@ from narrowband.bench.ranks import Loopback, RankProcess, check_seed, run_ranks,
 from narrowband.collectives import Collective
 from narrowband.feedback import Compression, compression
 from narrowband.lab import LabConfig
+from narrowband.planning import Option, known, outer_of
 
 __all__ = ["NO_COMMUNICATION", "PLAIN", "Config", "backend_of", "run", "skip_communication"]
 
@@ -80,8 +84,9 @@ class Config:
     Attributes:
         nodes: Number of machines.
         per_node: Ranks on each. They share its link, and reach each other without it.
-        rate: Rate of every link in both directions: 200mbit, 1gbit, …; none runs the ranks on loopback, unshaped. auto
-            is 200mbit on the CPU, and none with device=cuda.
+        rate: Rate of every link in both directions: 200mbit, 1gbit, …; or 20mbit/100mbit, where machines send slower
+            than they receive; none runs the ranks on loopback, unshaped. auto is 200mbit on the CPU, and none with
+            device=cuda.
         model: Which GPT: gpt-13m, gpt-demo, gpt-tiny or gpt2-small (13.3, 3.3, 0.13 and 163 million parameters).
         codecs: Spec strings, or files (….json) that hold plans; the row without communication is always there. With
             sharded: pairs, of gradients and of parameters, with a slash between: qsgd:bits=8/uniform:bits=8.
@@ -95,6 +100,7 @@ class Config:
         bucket_cap_mb: DDP's bucket size, for every row but PowerSGD's. Smaller buckets begin to travel earlier, and
             each costs a collective. 8 when left out, and with device=cuda PyTorch's own default, 25.
         collective: How compressed gradients travel; auto: by what sends least.
+        optimizer: Of every row: sgd or adamw.
         momentum: Of SGD, in every row; in rows of dgc, which has its own before the wire, the optimizer has none.
         device: Where ranks train. cuda: rank i on GPU i modulo their number, over NCCL where every rank has one.
         amp: Run forward under bfloat16 autocast, and step by AdamW, as models of this kind are trained on GPUs; in rows
@@ -118,6 +124,7 @@ class Config:
     loss: str | None = None
     bucket_cap_mb: int | None = None
     collective: Collective | Literal["auto"] = "auto"
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     momentum: float = 0.9
     device: Device = "cpu"
     amp: bool = False
@@ -169,10 +176,16 @@ class Config:
         """Where the ranks run."""
         if self.link == "none":
             return Loopback(self.nodes * self.per_node)
-        return LabConfig(nodes=self.nodes, per_node=self.per_node, rate=self.link, delay=self.delay, loss=self.loss)
+        up, _, down = self.link.partition("/")
+        return LabConfig(self.nodes, self.per_node, up, down=down or None, delay=self.delay, loss=self.loss)
 
 
-def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
+def run(
+    config: Config,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+    *,
+    options: Sequence[Option] = (),
+) -> list[dict[str, Any]]:
     """Measure all rows in one session of ranks.
 
     Rows hold ``codec``, ``rate``, ``nodes``, ``step_s``, ``ratio_to_compute``, ``sent_bytes_per_step`` (None for
@@ -183,13 +196,16 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None
     (nccl or gloo). A row that failed holds ``error`` and None for what it could not measure.
 
     Args:
+        config: what to measure.
         on_event: called with ``{"event": "round", "done": …, "of": …, "codec": …}`` while the ranks work.
+        options: the rows after the first, in place of those of ``config``.
 
     Raises:
         UnsupportedError: the machine cannot emulate links; says what is missing.
         RankError: a rank ended early.
     """
-    ranks = run_ranks("narrowband.bench.ddp", asdict(config), config.place(), on_event)
+    told = asdict(config) | {"options": [asdict(option) for option in options]}
+    ranks = run_ranks("narrowband.bench.ddp", told, config.place(), on_event)
     rows = [_merged(config, [rank[i] for rank in ranks]) for i in range(len(ranks[0]))]
     rows[0]["ratio_to_compute"] = 1.0
     return rows
@@ -262,13 +278,16 @@ class _Kind:
     bucket_cap_mb: int | None = None
     note: str | None = None
     has_momentum: bool = False
+    every: int = 0  # steps from one round of updates to the next, of a model that nothing wraps; 0: gradients
 
 
-def _kinds(config: Config) -> list[_Kind]:
+def _kinds(config: Config, options: Sequence[Option]) -> list[_Kind]:
     if config.nodes * config.per_node == 1:
         nothing = _Kind(NO_COMMUNICATION, None, note="DDP without a hook: one rank has nobody to send to")
     else:
         nothing = _Kind(NO_COMMUNICATION, lambda model, _: skip_communication(model))
+    if options:
+        return [nothing, *(_of_option(option, config) for option in options)]
     if config.sharded:
         alone = _Kind("torch: FSDP2", None, shards=("nodes",))
         own = [_Kind(spec, _attach_shards(spec, config.seed), shards=("nodes",)) for spec in config.codecs]
@@ -283,6 +302,15 @@ def _kinds(config: Config) -> list[_Kind]:
         ),
         *(_baselines() if config.baselines else [_Kind(PLAIN, None)] if config.plain else ()),
     ]
+
+
+def _of_option(option: Option, config: Config) -> _Kind:
+    if option.spec is None:
+        return _Kind(option.name, None)
+    if option.every:
+        return _Kind(option.name, _attach_updates(option, config), every=option.every)
+    attach = _attach_codec(option.spec, config, nodes=config.nodes if option.levels else None)
+    return _Kind(option.name, attach, has_momentum=_has_momentum(compression(option.spec)))
 
 
 def _on_two_levels(config: Config) -> list[_Kind]:
@@ -346,6 +374,30 @@ def _attach_codec(spec: str, config: Config, *, nodes: int | None = None, mesh: 
     return attach
 
 
+def _attach_updates(option: Option, config: Config) -> _Attach:
+    """Average updates by the call that ``narrowband plan`` prints for the option."""
+
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        import narrowband
+
+        spec = str(compression(str(option.spec)))
+        fact = known(config.optimizer, spec, option.every)
+        outer: Any = outer_of(option, fact)
+        return narrowband.compress_updates(
+            model,
+            optimizer,
+            spec,
+            every=option.every,
+            outer=outer if outer in ("auto", "nesterov") else float(outer),
+            residuals="apart" if fact is None else fact.residuals,  # type: ignore[arg-type]
+            seed=config.seed,
+            collective=config.collective,
+            process_group=dist.new_group(timeout=_TIMEOUT),
+        )
+
+    return attach
+
+
 def _attach_shards(pair: str, seed: int) -> _Attach:
     def attach(model: nn.Module, _: torch.optim.Optimizer) -> Any:
         import narrowband
@@ -392,6 +444,7 @@ class _Row:
         self.round_compute_s: list[float] = []  # of the row without communication, each time right before
         self.cpu_s: list[float] = []  # of all threads
         self.link_bytes = 0
+        self._steps = 0  # timed ones
         self._config = config
         self._device = device
         self._handle: Any = None
@@ -410,6 +463,8 @@ class _Row:
                 fully_shard(block, mesh=own)
             fully_shard(model, mesh=own)
             self._model = model
+        elif self.kind.every:
+            self._model = model
         else:
             self._model = DDP(
                 model,
@@ -419,12 +474,12 @@ class _Row:
             )
         self._optimizer = self._optimizer_of(list(self._model.parameters()))
         self._handle = self.kind.attach(self._model, self._optimizer) if self.kind.attach is not None else None
-        self._train(tokens_SBL)
+        self._train(self._whole(tokens_SBL))
 
     def _optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if self._config.amp:
+        if self._config.amp or self._config.optimizer == "adamw":
             betas = (0.0 if self.kind.has_momentum else 0.9, 0.999)
-            return torch.optim.AdamW(parameters, betas=betas, fused=True)
+            return torch.optim.AdamW(parameters, betas=betas, fused=self._config.amp)
         momentum = 0.0 if self.kind.has_momentum else self._config.momentum
         return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=momentum)
 
@@ -432,8 +487,16 @@ class _Row:
         """Take the first step of a round, which is not timed."""
         self._train(tokens_SBL[:1])
 
+    def _whole(self, tokens_SBL: Tensor) -> Tensor:
+        """Return these batches, repeated until they are enough for whole rounds of updates."""
+        every = max(1, self.kind.every)
+        steps = -(-len(tokens_SBL) // every) * every
+        return tokens_SBL.repeat(-(-steps // len(tokens_SBL)), 1, 1)[:steps]
+
     def measure(self, tokens_SBL: Tensor) -> None:
-        """Time one round: as many steps as ``tokens_SBL`` has batches."""
+        """Time one round: as many steps as ``tokens_SBL`` has batches, and as whole rounds of updates take."""
+        tokens_SBL = self._whole(tokens_SBL)
+        self._steps += len(tokens_SBL)
         before = self._handle.stats().total if self._handle is not None else None
         wait_for(self._device)
         cpu, start = time.process_time(), time.perf_counter()
@@ -468,7 +531,7 @@ class _Row:
             found |= {"device": torch.cuda.get_device_name(self._device), "backend": dist.get_backend()}
         if self.error:
             return found
-        steps = len(self.round_step_s) * self._config.steps
+        steps = self._steps
         found["cpu_s"] = statistics.median(self.cpu_s)
         if card:
             found["link_bytes_per_step"] = self.link_bytes / steps
@@ -507,7 +570,9 @@ def _join(config: Config, rank_process: RankProcess) -> torch.device:
 
 
 def _main(rank_process: RankProcess) -> None:
-    config = Config(**{**rank_process.config, "codecs": tuple(rank_process.config["codecs"])})
+    fields = rank_process.config
+    options = [Option(**each) for each in fields.pop("options")]
+    config = Config(**{**fields, "codecs": tuple(fields["codecs"])})
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = _join(config, rank_process)
     card = os.environ["GLOO_SOCKET_IFNAME"] if config.link != "none" else None
@@ -518,7 +583,7 @@ def _main(rank_process: RankProcess) -> None:
         drawn = torch.randint(shape.vocab, (steps, shape.batch, shape.sequence + 1), generator=generator)
         return drawn.to(device)
 
-    rows = [_Row(kind, config, device) for kind in _kinds(config)]
+    rows = [_Row(kind, config, device) for kind in _kinds(config, options)]
     compute, others = rows[0], rows[1:]
     total = len(rows) + len(others) * config.rounds
     done = 0

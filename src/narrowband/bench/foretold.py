@@ -9,6 +9,8 @@ The speed of a shared machine varies from minute to minute. So each row has a se
 as when the row was measured; its speed is that of the step with nothing sent, right before each round. The error of the
 first prediction is the one that a user sees; that of the second is the error of the simulation.
 
+Rows are gradients, with one rank on each machine or with several, flat and on two levels; or rounds of updates.
+
 An error in seconds does no harm as long as the advice is right. So :func:`verdicts` compares, for each link, the
 predicted best choice with the measured one, and the options that are faster than plain DDP.
 
@@ -24,20 +26,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowband.bench import ddp
 from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import RankProcess, check_seed, run_ranks
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.collectives.primitives import all_gather_single
-from narrowband.feedback import compression
-from narrowband.lab import LabConfig
 from narrowband.planning import (
     DDP,
     Bucket,
@@ -54,9 +54,10 @@ from narrowband.planning import (
     Trained,
     measure_step,
     measured,
+    optimizer_of,
     predict,
 )
-from narrowband.planning.choices import check_specs
+from narrowband.planning.choices import check_specs, takes_updates
 from narrowband.planning.host import PAUSE_S
 
 __all__ = ["MARGIN", "Config", "count", "run", "verdicts"]
@@ -66,7 +67,6 @@ MARGIN = 0.1
 
 _SMALL, _LARGE = 2, 1 << 20  # elements of float32
 _TIMES_SMALL, _TIMES_LARGE = 51, 2
-_LEARNING_RATE = 0.01
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,15 @@ class Config:
 
     Attributes:
         model: Which GPT: gpt-13m, gpt-demo or gpt-tiny (13.3, 3.3 and 0.13 million parameters).
-        rates: Rates of every link in both directions.
-        nodes: Among how many ranks.
+        rates: Rates of every link in both directions; 20mbit/100mbit where machines send slower than they receive.
+        nodes: Among how many machines.
+        per_node: Ranks on each, which share its link and its cores. With several, each codec has two rows: among all
+            ranks, and on two levels.
         codecs: Spec strings; left out: one of every codec but threshold, which sends as much as the gradients have it,
             so that nobody can predict it. DDP without a hook is always there.
+        every: Optimizer steps from one round of updates to the next, for all codecs that can compress updates; 0:
+            gradients. With 0 15 there are rows of both.
+        optimizer: That trains: sgd, with momentum, or adamw.
         rounds: Timed rounds per row.
         steps: Training steps per round.
         bucket_cap_mb: DDP's bucket size.
@@ -88,20 +93,25 @@ class Config:
     model: str = "gpt-13m"
     rates: tuple[str, ...] = ("100mbit", "200mbit", "1gbit", "10gbit")
     nodes: tuple[int, ...] = (2, 4)
+    per_node: int = 1
     codecs: tuple[str, ...] = (
         "none", "fp16", "bf16", "uniform:bits=8", "qsgd:bits=4", "sign+ef", "topk:density=0.01+ef",
         "randomk:density=0.01+ef", "dgc:density=0.001", "powersgd:rank=4", "lowrank:rank=4+ef",
     )  # fmt: skip
+    every: tuple[int, ...] = (0,)
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     rounds: int = 3
     steps: int = 4
     bucket_cap_mb: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.rates and self.nodes and self.codecs):
-            raise ValueError("nothing to measure: give rates, nodes and codecs")
+        if not (self.rates and self.nodes and self.codecs and self.every):
+            raise ValueError("nothing to measure: give rates, nodes, codecs and every")
         check_seed(self.seed)
-        check_specs(self.codecs, ())
+        check_specs(self.codecs, [every for every in self.every if every])
+        if any(self.every) and self.per_node > 1:
+            raise ValueError("rounds of updates are predicted for machines of one rank: leave every out, or per_node")
         for rate, nodes in itertools.product(self.rates, self.nodes):
             if nodes < 2:
                 raise ValueError(f"nodes={nodes}: a single rank sends nothing; give 2 or more")
@@ -112,15 +122,28 @@ class Config:
         """Return the configuration of the measurement behind one kind of link."""
         return ddp.Config(
             nodes=nodes,
+            per_node=self.per_node,
             rate=rate,
             model=self.model,
-            codecs=self.codecs,
+            codecs=(),
             plain=True,
+            optimizer=self.optimizer,
             rounds=self.rounds,
             steps=self.steps,
             bucket_cap_mb=self.bucket_cap_mb,
             seed=self.seed,
         )
+
+    @property
+    def options(self) -> list[Option]:
+        """What is predicted and measured behind every link."""
+        found = [Option(None)]
+        for every, spec in itertools.product(self.every, self.codecs):
+            if not every or takes_updates(spec):
+                found.append(Option(spec, every=every))
+            if self.per_node > 1:
+                found.append(Option(spec, levels=True))
+        return found
 
 
 def count(config: Config) -> int:
@@ -139,12 +162,16 @@ def run(
 
     Rows hold
 
-    * ``codec``: a spec, or :data:`~narrowband.planning.DDP`; ``rate``; ``nodes``;
+    * ``codec``: the name of the option: a spec, or :data:`~narrowband.planning.DDP`, or of rounds and two levels a
+      longer name; ``rate``; ``nodes``; ``per_node``;
     * ``predicted_step_s``, ``measured_step_s``, and ``error``: the prediction's error as a share of the measurement;
       None if the row failed;
     * ``predicted_compute_s`` and ``measured_compute_s``: of the step with nothing sent;
     * ``at_that_speed_step_s`` and ``at_that_speed_error``: step and error of the second prediction;
-    * ``predicted_sent_bytes`` and ``measured_sent_bytes``; the latter is None for DDP, which does not count bytes.
+    * ``predicted_sent_bytes`` and ``measured_sent_bytes`` of a rank; the latter is None for DDP, which does not count
+      bytes;
+    * ``predicted_link_bytes`` and ``measured_link_bytes``: what a machine's link carries in each direction; the kernel
+      counts headers, too.
 
     Args:
         on_event: called with what is done next, see :func:`count`.
@@ -158,7 +185,7 @@ def run(
     rows: list[dict[str, Any]] = []
     left = list(known)  # known rows of links that are not yet done
     for nodes, rate in itertools.product(config.nodes, config.rates):
-        where = f"{nodes} ranks, {rate}"
+        where = f"{Cluster(nodes, config.per_node)}, {rate}"
         there = [row for row in left if (row["nodes"], row["rate"]) == (nodes, rate)]
         left = [row for row in left if row not in there]
         if there and all(row["measured_step_s"] is not None for row in there):
@@ -169,20 +196,20 @@ def run(
         on_event(f"{where}: predicting")
         profile, network = _measured(config, rate, nodes)
         on_event(f"{where}: training")
-        measured_rows = ddp.run(config.session(rate, nodes))
-        shown = (*config.codecs, ddp.PLAIN)
-        rows += [_beside(row, profile, network) for row in measured_rows if row["codec"] in shown]
+        measured_rows = ddp.run(config.session(rate, nodes), options=config.options)[1:]
+        both = zip(measured_rows, config.options, strict=True)
+        rows += [_beside(row, option, profile, network) for row, option in both]
         keep([*rows, *left])
     return rows
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Judge whether predictions lead to the right choice: one entry for each link and number of ranks.
+    """Judge whether predictions lead to the right choice: one entry for each link and number of machines.
 
     Entries hold
 
-    * ``rate`` and ``nodes``;
-    * ``predicted_best`` and ``measured_best``: the codec with the shortest step, or DDP, which does not compress;
+    * ``rate``, ``nodes`` and ``per_node``;
+    * ``predicted_best`` and ``measured_best``: the ``codec`` of the row with the shortest step;
     * ``slower_by``: how much longer the measured step of the predicted best is, as a share of the shortest one;
     * ``is_right``: whether ``slower_by`` is within :data:`MARGIN`;
     * ``sides``: for each ``codec`` ``predicted_times`` and ``measured_times``, DDP's step over the codec's, and
@@ -194,7 +221,14 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Example:
         >>> def row(codec, said, was):
-        ...     return {"codec": codec, "rate": "1gbit", "nodes": 2, "predicted_step_s": said, "measured_step_s": was}
+        ...     return {
+        ...         "codec": codec,
+        ...         "rate": "1gbit",
+        ...         "nodes": 2,
+        ...         "per_node": 1,
+        ...         "predicted_step_s": said,
+        ...         "measured_step_s": was,
+        ...     }
         >>> (found,) = verdicts([row(DDP, 1.0, 1.0), row("fp16", 0.7, 0.8), row("qsgd:bits=4", 0.5, 1.3)])
         >>> found["predicted_best"], found["measured_best"], round(found["slower_by"], 3), found["is_right"]
         ('qsgd:bits=4', 'fp16', 0.625, False)
@@ -202,21 +236,23 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         [('fp16', True), ('qsgd:bits=4', False)]
     """
     found = []
-    for rate, nodes in dict.fromkeys((row["rate"], row["nodes"]) for row in rows):
+    for place in dict.fromkeys(map(_place, rows)):
         own = {
             row["codec"]: (row["predicted_step_s"], row["measured_step_s"])
             for row in rows
-            if (row["rate"], row["nodes"]) == (rate, nodes) and row["measured_step_s"] is not None
+            if _place(row) == place and row["measured_step_s"] is not None
         }
         if not own:
             continue
         predicted_best = _fastest({codec: said for codec, (said, _) in own.items()})
         measured_best = _fastest({codec: was for codec, (_, was) in own.items()})
         slower_by = own[predicted_best][1] / own[measured_best][1] - 1.0
+        rate, nodes, per_node = place
         found.append(
             {
                 "rate": rate,
                 "nodes": nodes,
+                "per_node": per_node,
                 "predicted_best": predicted_best,
                 "measured_best": measured_best,
                 "slower_by": slower_by,
@@ -225,6 +261,10 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, int, int]:
+    return row["rate"], row["nodes"], row["per_node"]
 
 
 def _fastest(steps: Mapping[str, float]) -> str:
@@ -252,15 +292,16 @@ def _sides(steps: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
     return found
 
 
-def _beside(row: dict[str, Any], profile: Profile, network: Network) -> dict[str, Any]:
-    """Add the predictions for a row of ``bench ddp`` to it."""
-    option, took = Option(None if row["codec"] == ddp.PLAIN else row["codec"]), row["step_s"]
+def _beside(row: dict[str, Any], option: Option, profile: Profile, network: Network) -> dict[str, Any]:
+    """Add the predictions for an option to its row of ``bench ddp``."""
+    took = row["step_s"]
     said = predict(profile, option, network)
     step_s = said.outcome.step_s
     found = {
-        "codec": option.spec or DDP,
+        "codec": option.name,
         "rate": row["rate"],
         "nodes": row["nodes"],
+        "per_node": row["per_node"],
         "predicted_step_s": step_s,
         "measured_step_s": took,
         "error": None,
@@ -270,6 +311,8 @@ def _beside(row: dict[str, Any], profile: Profile, network: Network) -> dict[str
         "at_that_speed_error": None,
         "predicted_sent_bytes": said.sent_nbytes,
         "measured_sent_bytes": row["sent_bytes_per_step"],
+        "predicted_link_bytes": said.link_nbytes,
+        "measured_link_bytes": row["link_bytes_per_step"],
     }
     if took is None:
         return found
@@ -285,10 +328,12 @@ def _beside(row: dict[str, Any], profile: Profile, network: Network) -> dict[str
 
 def _measured(config: Config, rate: str, nodes: int) -> tuple[Profile, Network]:
     """Let ranks behind such links measure the profile and the network."""
-    found = run_ranks("narrowband.bench.foretold", asdict(config), LabConfig(nodes=nodes, rate=rate))
+    found = run_ranks("narrowband.bench.foretold", asdict(config), config.session(rate, nodes).place())
     profile = _profile(found[0]["profile"])
     host = Host(*(statistics.fmean(rank[key] for rank in found) for key in ("hop_s", "cpu_s_per_byte")))
-    return profile, Network(Link.of(rate), Cluster(nodes), host, found[0]["cores"])
+    # Ranks share this machine's cores, and each was measured while all others worked.
+    cores = (os.cpu_count() or 1) / nodes
+    return profile, Network(Link.of(rate), Cluster(nodes, config.per_node), host, cores)
 
 
 def _profile(fields: dict[str, Any]) -> Profile:
@@ -347,28 +392,22 @@ def _main(rank_process: RankProcess) -> None:
     def loss_of(logits_BLV: Tensor) -> Tensor:
         return F.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten())
 
-    def optimizer(net: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(net.parameters(), lr=_LEARNING_RATE, momentum=0.9)
-
     def together(_: str) -> None:
         dist.barrier()
 
     dist.barrier()
-    measurement = measure_step(model, (tokens_BL[:, :-1],), optimizer, loss=loss_of, bucket_cap_mb=config.bucket_cap_mb)
-    chosen = [Option(spec) for spec in config.codecs if not compression(spec).codec.exact]
-    profile = measured(measurement, {Cluster(ranks): chosen}, together)
+    measurement = measure_step(
+        model,
+        (tokens_BL[:, :-1],),
+        lambda net: optimizer_of(config.optimizer, net),
+        loss=loss_of,
+        bucket_cap_mb=config.bucket_cap_mb,
+    )
+    cluster = Cluster(ranks // config.per_node, config.per_node)
+    profile = measured(measurement, {cluster: config.options}, together)
     dist.barrier()
     hop_s, cpu_s_per_byte = _messages(ranks)
-    # Ranks share this machine's cores, and each was measured while all others worked.
-    cores = (os.cpu_count() or 1) / ranks
-    rank_process.finish(
-        {
-            "profile": asdict(profile),
-            "hop_s": hop_s,
-            "cpu_s_per_byte": cpu_s_per_byte,
-            "cores": cores,
-        }
-    )
+    rank_process.finish({"profile": asdict(profile), "hop_s": hop_s, "cpu_s_per_byte": cpu_s_per_byte})
 
 
 def _messages(ranks: int) -> tuple[float, float]:

@@ -64,7 +64,8 @@ class Config:
     """What to predict.
 
     Attributes:
-        batch: Samples of one rank.
+        batch: Samples of one rank; with accumulate, of one micro-batch.
+        accumulate: Micro-batches per optimizer step. Gradients are sent with the last one: the others are in no_sync().
         link: Rate of each machine's link: 200mbit, or 20mbit/100mbit if it sends slower than it receives. Left out:
             1gbit, and for a range of nodes 10mbit to 100gbit.
         delay: One-way delay between machines: 20ms, …
@@ -86,6 +87,7 @@ class Config:
     """
 
     batch: int = 8
+    accumulate: int = 1
     link: str | None = None
     delay: str | None = None
     measure: bool = False
@@ -100,7 +102,7 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "steps"):
+        for name in ("batch", "accumulate", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 < self.bucket_cap_mb < math.inf:
@@ -347,7 +349,8 @@ def _profile(subject: Subject, config: Config, clusters: Sequence[Cluster], on_e
         on_event("measuring the model")
         measurement = _measured_step(subject, config)
         chosen = {cluster: _options(config, cluster) for cluster in clusters}
-        return measured(measurement, chosen, lambda spec: on_event(f"measuring {spec}"))
+        found = measured(measurement, chosen, lambda spec: on_event(f"measuring {spec}"))
+        return found.accumulated(config.accumulate)
     finally:
         torch.set_num_threads(before)
 

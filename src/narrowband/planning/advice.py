@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from narrowband.feedback import compression
 from narrowband.planning.facts import Fact, akin, known
 from narrowband.planning.links import Cluster
-from narrowband.planning.options import DDP, Network, Option, Predicted
+from narrowband.planning.options import Network, Option, Predicted
 from narrowband.units import format_seconds
 
 __all__ = ["LOSS_TOLERANCE", "WORTH_IT", "Advice", "Row", "advise", "call_of", "outer_of"]
@@ -48,11 +48,7 @@ class Row:
     @property
     def name(self) -> str:
         """The option's name in tables and sentences."""
-        option = self.option
-        name = DDP if option.spec is None else option.spec
-        if option.every:
-            name = f"updates every {option.every}, {name}" if option.every > 1 else f"updates, {name}"
-        return f"{name}, two levels" if option.levels else name
+        return self.option.name
 
     def within(self, tolerance: float) -> bool:
         """Return whether the mean loss is within a tolerance. Uncompressed gradients and fp16 need no measurement."""

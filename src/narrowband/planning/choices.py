@@ -16,7 +16,7 @@ from narrowband.planning.options import Option, averaged_by_rank, way_of
 from narrowband.planning.profile import Codec, Profile, Share
 from narrowband.planning.shares import sent_whole
 
-__all__ = ["DEFAULT_CODECS", "check_specs", "measured", "options", "plan_of"]
+__all__ = ["DEFAULT_CODECS", "check_specs", "measured", "options", "plan_of", "takes_updates"]
 
 #: One codec of each family, with settings whose loss was measured.
 DEFAULT_CODECS = (
@@ -66,13 +66,14 @@ def options(specs: Sequence[str], optimizer: str, cluster: Cluster, rounds: Sequ
     if cluster.per_node > 1 and cluster.nodes > 1:
         found += [Option(spec, levels=True) for spec in gradients]
     measured_before = [(fact.spec, fact.every) for fact in facts() if fact.optimizer == optimizer and fact.every]
-    asked = [(spec, every) for every in rounds for spec in ("none", *specs) if _takes_updates(spec)]
+    asked = [(spec, every) for every in rounds for spec in ("none", *specs) if takes_updates(spec)]
     if cluster.per_node == 1:  # communication among the ranks of one replica is not simulated
         found += [Option(spec, every=every) for spec, every in dict.fromkeys([*measured_before, *asked])]
     return list(dict.fromkeys(found))
 
 
-def _takes_updates(spec: str) -> bool:
+def takes_updates(spec: str) -> bool:
+    """Return whether a spec can compress updates: ``dgc`` cannot, since it applies the momentum of an optimizer."""
     feedback = compression(spec).feedback
     return feedback is None or not feedback.observes_uncompressed
 

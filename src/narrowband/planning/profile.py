@@ -154,7 +154,7 @@ class Profile:
     """The times of a model's step, and of codecs with its gradients.
 
     Attributes:
-        forward_s, backward_s, optimizer_s: seconds, with nothing sent.
+        forward_s, backward_s, optimizer_s: seconds, with nothing sent. See :meth:`accumulated`.
         buckets: in the order in which backward completes them.
         trained: the parameters in the buckets, in the model's order, by which ranks of a machine share them on two
             levels.
@@ -190,6 +190,14 @@ class Profile:
     def layers(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of all parameters that are compressed, in the order of backward."""
         return [layer for bucket in self.buckets for layer in bucket.layers]
+
+    def accumulated(self, micro_batches: int) -> Profile:
+        """Return the profile of a step that accumulates gradients, with only the last backward pass synchronized.
+
+        All that comes before that backward pass counts as ``forward_s``.
+        """
+        before_s = (micro_batches - 1) * (self.forward_s + self.backward_s)
+        return replace(self, forward_s=self.forward_s + before_s)
 
     def on_slower(self, factor: float) -> Profile:
         """Return the profile of a processor that takes ``factor`` times as long for everything."""

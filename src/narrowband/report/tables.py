@@ -249,7 +249,9 @@ def advice_table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Tabl
 def foretold_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench plan`` for one link."""
     columns = ("codec", "predicted", "measured", "error", "compute", "error at\nthat speed")
-    table = _table(f"{rows[0]['nodes']} ranks, links of {rows[0]['rate']}", *columns)
+    nodes, per_node = rows[0]["nodes"], rows[0]["per_node"]
+    who = f"{nodes} ranks" if per_node == 1 else f"{nodes} machines of {per_node} ranks"
+    table = _table(f"{who}, links of {rows[0]['rate']}", *columns)
     for row in rows:
         table.add_row(
             escape(row["codec"]),
@@ -274,7 +276,7 @@ def verdicts_table(rows: Sequence[dict[str, Any]]) -> Table:
             escape(row["predicted_best"]),
             escape(row["measured_best"]),
             escape(_sides(row["sides"])),
-            str(row["nodes"]),
+            str(row["nodes"]) if row["per_node"] == 1 else f"{row['nodes']} × {row['per_node']}",
             row["rate"],
             f"{row['slower_by']:.1%}" + ("" if row["is_right"] else ", wrong"),
         )
