@@ -166,6 +166,19 @@ def test_a_round_is_shared_by_its_steps_and_hides_behind_nothing():
     assert found.residual_nbytes == 4 * NUMEL  # the copy that updates are measured from
 
 
+def test_accumulation_puts_the_other_micro_batches_before_the_last():
+    where = network(2, 4 * NUMEL, 5.0)
+    once, accumulated = (predict(profile, Option(None), where) for profile in (PROFILE, PROFILE.accumulated(4)))
+    assert accumulated.outcome.step_s == pytest.approx(once.outcome.step_s + 3 * (1.0 + 2.0))
+    assert accumulated.outcome.wire_s == pytest.approx(once.outcome.wire_s)
+    assert accumulated.sent_nbytes == once.sent_nbytes
+    rounds = [predict(profile, Option("none", every=10), where) for profile in (PROFILE, PROFILE.accumulated(4))]
+    assert rounds[1].outcome.step_s - rounds[0].outcome.step_s == pytest.approx(9.0)
+    early = replace(PROFILE, buckets=(replace(BUCKET, ready_s=0.5),))
+    hidden = network(2, 4 * NUMEL, 1.0)  # in what is left of backward
+    assert predict(early.accumulated(4), Option(None), hidden).outcome.step_s == pytest.approx(3.5 + 9.0)
+
+
 def test_ten_thousand_ranks_send_no_more_than_a_ring_does():
     found = predict(PROFILE, Option(None), network(10_000, NUMEL, 1.0))
     assert found.sent_nbytes == pytest.approx(8 * NUMEL, rel=1e-3)

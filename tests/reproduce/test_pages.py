@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from narrowband.planning import DDP
 from reproduce import benchmarks, guide, predictions
 from reproduce.pages import FRONT, GUIDE, PAGES, main, record_of
 from reproduce.pictures import THEMES, Bar, Panel, drawn, write
@@ -65,7 +66,7 @@ def test_the_page_of_predictions_says_what_its_record_says(tmp_path):
 
 def test_claims_about_predictions_follow_their_rows():
     """Of two links, one where all is well and one where the error, the side and the choice are wrong."""
-    found = predictions.record()
+    found = predictions.record() | {"further": {}}
     rows = [
         {
             "codec": codec,
@@ -100,6 +101,51 @@ def test_claims_about_predictions_follow_their_rows():
     assert held == [True, False, False, False]
     held = [claim.held for claim in predictions.claims(found | {"rows": rows[:2], "verdicts": verdicts[:1]})]
     assert held == [True, True, True, True]
+
+
+def test_records_of_rounds_and_of_levels_have_sections_and_claims_of_their_own(tmp_path):
+    """Of rounds, one prediction is far off, and on the wrong side; the page says which."""
+    found = predictions.record() | {"further": {}}
+    config = {"model": "gpt-demo", "per_node": 1}
+    rows = [
+        {
+            "codec": codec,
+            "rate": "20mbit/100mbit",
+            "nodes": 4,
+            "predicted_step_s": said,
+            "measured_step_s": 1.0,
+            "error": said - 1.0,
+            "at_that_speed_error": 0.0,
+        }
+        for codec, said in ((DDP, 1.1), ("updates every 15, qsgd:bits=2+ef", 1.4), ("qsgd:bits=4", 0.5))
+    ]
+    sides = [{"codec": "qsgd:bits=4", "is_right": True}, {"codec": rows[1]["codec"], "is_right": False}]
+    verdict = {"rate": "20mbit/100mbit", "nodes": 4, "slower_by": 0.0, "is_right": True, "sides": sides}
+    verdict |= {"predicted_best": DDP, "measured_best": DDP}
+    rounds = found | {"config": config, "rows": rows, "verdicts": [verdict], "command": "narrowband bench plan --every"}
+    levels = rounds | {"config": config | {"per_node": 2}}
+    for name, each in (("plan", found), ("plan-rounds", rounds), ("plan-levels", levels)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(each))
+    found = predictions.record(tmp_path)
+    titles = ["Rounds of updates, asymmetric links", "Several ranks in a machine"]
+    assert list(found["further"]) == titles
+    assert [claim.held for claim in predictions.claims(found) if claim.topic == titles[0]] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+    predictions.page(found, tmp_path / "predictions.md")
+    page = (tmp_path / "predictions.md").read_text()
+    for title in titles:
+        assert f"### {title}" in page, "claims"
+        assert f"## {title}" in page, "rows"
+    where = "4 ranks, 20 Mbit/s up and 100 Mbit/s down"
+    assert f"### {where}" in page
+    assert f"- `qsgd:bits=4`, {where}: -50.0%\n- updates every 15, `qsgd:bits=2+ef`, {where}: +40.0%\n" in page
+    assert "not updates every 15, `qsgd:bits=2+ef` on 4 machines of 2 ranks at 20 Mbit/s up" in page
+    assert "trained a GPT of 3.3 million parameters on 4 machines of 2 ranks" in page
+    assert page.count("Command: `narrowband bench plan --every`") == 2
 
 
 def test_the_readme_says_how_far_predictions_are_off():
