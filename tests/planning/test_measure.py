@@ -270,9 +270,9 @@ class Diverged(nn.Linear):
     [
         (nn.Identity(), "no parameter requires a gradient"),
         (mlp().double(), "float64"),
-        (Unused(), "no gradient to other.weight, other.bias"),
+        (Unused(), "no gradient for other.weight, other.bias"),
         (Sparse(), "the gradient of table.weight is sparse"),
-        (Diverged(), "the gradient of weight, bias has an inf or NaN"),
+        (Diverged(), "the gradient of weight, bias contains inf or NaN"),
     ],
 )
 def test_a_model_that_cannot_be_measured_is_refused_in_words(model, says):

@@ -239,7 +239,7 @@ def test_options_are_what_the_cluster_allows():
     levels = options(["none", SPEC], "adamw", Cluster(2, 4), rounds=[])
     assert Option(SPEC, levels=True) in levels
     assert not any(option.every for option in levels)
-    with pytest.raises(ValueError, match="machines of one rank: leave every out"):
+    with pytest.raises(ValueError, match="one rank each: remove every or per_node"):
         options(["none"], "adamw", Cluster(2, 4), rounds=[30])
 
 

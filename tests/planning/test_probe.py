@@ -86,8 +86,8 @@ def test_troubles_name_the_rank_and_the_others_are_measured():
     for troubles, ways in run_ranks(in_trouble, 3, free_port(), group=False):
         own, host = narrowband.__version__, socket.gethostname()
         assert troubles[0].startswith(f"Versions of narrowband differ: {own} on ranks 0 and 1, 9.9.9 on rank 2")
-        assert troubles[1].startswith(f"rank 1 on {host} has no address for gloo by GLOO_SOCKET_IFNAME=no-card")
-        assert "there, export GLOO_SOCKET_IFNAME=" in troubles[1]
+        assert troubles[1].startswith(f"rank 1 on {host} found no address for gloo by GLOO_SOCKET_IFNAME=no-card")
+        assert "on that machine, export GLOO_SOCKET_IFNAME=" in troubles[1]
         assert len(troubles) == 2
         assert ways == [(0, 2), (2, 0)]
 
@@ -139,7 +139,7 @@ def test_without_torchrun_the_command_says_how(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     assert main(["doctor", "--peers"]) == 2
     assert "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not in the environment"):
+    with pytest.raises(ValueError, match="not set in the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
         join(1.0)
 
 
@@ -177,7 +177,7 @@ def test_ranks_that_do_not_come_are_named():
     port = free_port()
     with launched(0, 3, port), pytest.raises(MeetingError) as absent:
         probe(join(0.5), 1.0)
-    assert f"of 3 ranks, 1, 2 did not come to 127.0.0.1, port {port} within 0.5 s" in str(absent.value)
+    assert f"of 3 ranks, 1, 2 did not arrive at 127.0.0.1, port {port} within 0.5 s" in str(absent.value)
 
 
 def test_what_ranks_tell_each_other_fits_into_small_packets():
@@ -212,10 +212,10 @@ def between(*outcomes, ways=(), **changes):
 @pytest.mark.parametrize(
     ("outcome", "words"),
     [
-        (SILENT, "so open all TCP ports of m1 to m0; there: sudo ufw allow in on eth0 from 10.0.0.1"),
-        (REFUSED, "a firewall rejects what is sent, or another machine has that address"),
-        (NO_WAY, "are both in one network? Interfaces here: lo (127.0.0.1), eth0 (10.0.0.1)"),
-        (STRANGER, "that address is another machine's, too"),
+        (SILENT, "so open all TCP ports of m1 to m0; on m1: sudo ufw allow in on eth0 from 10.0.0.1"),
+        (REFUSED, "a firewall rejects the connection, or another machine has that address"),
+        (NO_WAY, "check that both are in one network. Interfaces of m0: lo (127.0.0.1), eth0 (10.0.0.1)"),
+        (STRANGER, "another machine has the same address"),
     ],
 )
 def test_a_port_that_does_not_open_is_named_with_both_machines(outcome, words):
@@ -228,19 +228,19 @@ def test_a_port_that_does_not_open_is_named_with_both_machines(outcome, words):
 def test_a_loopback_address_is_the_trouble_and_not_the_port_behind_it():
     (said,) = troubles_of(between(REFUSED, ANSWERED, address="127.0.1.1", card="lo"))
     assert said == (
-        "rank 1 on m1 tells the others 127.0.1.1, its loopback address, where no other machine gets through. rank 1 on "
-        "m1 has eth0 (10.0.0.2): there, export GLOO_SOCKET_IFNAME=eth0"
+        "rank 1 on m1 tells the others 127.0.1.1, its loopback address, which no other machine can reach. rank 1 on "
+        "m1 has eth0 (10.0.0.2); on that machine, export GLOO_SOCKET_IFNAME=eth0"
     )
 
 
 def test_small_messages_alone_are_a_matter_of_the_mtu():
     ways = [Way(0, 1, trip_s=0.01, error="timed out"), Way(1, 0, 0.01, 1e8)]
     (said,) = troubles_of(between(ANSWERED, ANSWERED, ways=ways, mtu=1420))
-    assert said.startswith("Small messages pass from rank 0 on m0 to rank 1 on m1, and one of 65.5 kB did not arrive")
-    assert "(here: MTU 1500 and 1420)" in said
+    assert said.startswith("Small messages pass from rank 0 on m0 to rank 1 on m1, but one of 65.5 kB did not arrive")
+    assert "(MTU 1500 and 1420)" in said
     (said,) = troubles_of(between(ANSWERED, ANSWERED, ways=[Way(0, 1, error="closed"), Way(1, 0, 0.01, 1e8)]))
-    assert said.startswith("Ports are open from rank 0 on m0 to rank 1 on m1, and gloo gets no message through")
-    assert said.endswith("gloo says: closed")
+    assert said.startswith("Ports are open from rank 0 on m0 to rank 1 on m1, but no message of gloo arrived")
+    assert said.endswith("gloo's error: closed")
 
 
 @pytest.mark.parametrize(("version", "differ"), [("3.11.9", 0), ("3.12.1", 1)])
@@ -253,7 +253,7 @@ def test_a_link_that_is_slower_one_way_is_named():
     notes = notes_of(between(ANSWERED, ANSWERED, ways=[Way(0, 1, 0.01, 2e7), Way(1, 0, 0.01, 1e8)], mtu=1420))
     assert "From rank 0 on m0 to rank 1 on m1 20 Mbit/s, and back 100 Mbit/s: every rank" in notes[1]
     assert notes[0].startswith("MTUs differ: 1420 on rank 1, 1500 on rank 0")
-    assert notes[2].startswith("Slowest: from rank 0 on m0 to rank 1 on m1, 20 Mbit/s")
+    assert notes[2].startswith("Slowest link: from rank 0 on m0 to rank 1 on m1, 20 Mbit/s")
     even = [Way(0, 1, 0.01, 6e7), Way(1, 0, 0.01, 1e8)]
     assert not [each for each in notes_of(between(ANSWERED, ANSWERED, ways=even)) if "and back" in each]
 
@@ -262,7 +262,7 @@ def test_machines_of_one_name_and_ranks_of_one_machine_are_noted():
     seats = [seat(0), seat(1, host="m0", boot="m0"), seat(2, host="m0")]
     notes = notes_of(Peers(seats, [], [], 10.0))
     assert "m0 has ranks 0 and 1, which share its processors, and its link" in notes
-    assert "2 machines are called m0, so messages cannot tell them apart: rename them" in notes
+    assert "2 machines are called m0, so messages cannot tell them apart: give each its own name" in notes
 
 
 # ---- links that are slow, cut, or lose what is large -----------------------------------------------------------------
@@ -295,9 +295,9 @@ def test_links_that_are_slow_cut_or_lose_large_packets_are_told_apart(tmp_path):
     said = json.loads((tmp_path / "0.json").read_text())
     there, back, large = said["troubles"]
     assert there.startswith("rank 1 on rank1 got no answer from rank 2 on rank2 (10.213.0.3), TCP port")
-    assert "there: sudo ufw allow in on lab0 from 10.213.0.2" in there
+    assert "on rank2: sudo ufw allow in on lab0 from 10.213.0.2" in there
     assert back.startswith("rank 2 on rank2 got no answer from rank 1 on rank1 (10.213.0.2), TCP port")
-    assert large.startswith("Small messages pass from rank 0 on rank0 to rank 2 on rank2, and one of 65.5 kB did not")
+    assert large.startswith("Small messages pass from rank 0 on rank0 to rank 2 on rank2, but one of 65.5 kB did not")
     assert any(note.startswith("From rank 0 on rank0 to rank 1 on rank1 ") for note in said["notes"])
     rates = {(way["source"], way["target"]): way["rate"] for way in said["ways"]}
     assert rates.keys() == {(0, 1), (1, 0), (0, 2), (2, 0)}

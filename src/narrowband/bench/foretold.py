@@ -107,14 +107,16 @@ class Config:
 
     def __post_init__(self) -> None:
         if not (self.rates and self.nodes and self.codecs and self.every):
-            raise ValueError("nothing to measure: give rates, nodes, codecs and every")
+            raise ValueError("nothing to measure: rates, nodes, codecs and every each need at least one value")
         check_seed(self.seed)
         check_specs(self.codecs, [every for every in self.every if every])
         if any(self.every) and self.per_node > 1:
-            raise ValueError("rounds of updates are predicted for machines of one rank: leave every out, or per_node")
+            raise ValueError(
+                "rounds of updates are predicted only for machines with one rank each: remove every or per_node"
+            )
         for rate, nodes in itertools.product(self.rates, self.nodes):
             if nodes < 2:
-                raise ValueError(f"nodes={nodes}: a single rank sends nothing; give 2 or more")
+                raise ValueError(f"nodes={nodes}: a single machine sends nothing over its link; expected 2 or more")
             Link.of(rate)
             self.session(rate, nodes)
 

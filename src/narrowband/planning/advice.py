@@ -91,7 +91,7 @@ def advise(
     rows = [Row(each, known(optimizer, each.option.spec, each.option.every)) for each in predicted]
     plain = next((row for row in rows if row.option == Option(None)), None)
     if plain is None:
-        raise ValueError("there is nothing to compare with: predict Option(None), too")
+        raise ValueError("plain DDP is missing, with which all other options are compared: predict Option(None), too")
     rows.sort(key=lambda row: row.step_s)
     eligible = [row for row in rows if row.within(tolerance)]
     without = [row for row in eligible if not row.option.compresses]

@@ -33,12 +33,17 @@ def check_specs(specs: Sequence[str], rounds: Sequence[int]) -> None:
     for spec in specs:
         chosen = compression(spec)
         if chosen.feedback is not None and chosen.feedback.per_sample:
-            raise ValueError(f"{spec} is for activations between stages, and not for gradients; leave it out")
+            raise ValueError(
+                f"{spec} compresses activations between pipeline stages, not gradients; remove it from codecs"
+            )
         if not chosen.codec.fixed_size:
-            raise ValueError(f"how much {spec} sends depends on the gradients, so nobody can predict it; leave it out")
+            raise ValueError(
+                f"{spec} sends a number of bytes that depends on the gradients and cannot be predicted; remove it "
+                "from codecs"
+            )
     for every in rounds:
         if every < 1:
-            raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
+            raise ValueError(f"every={every}: expected at least 1 optimizer step from one round of updates to the next")
 
 
 def options(specs: Sequence[str], optimizer: str, cluster: Cluster, rounds: Sequence[int]) -> list[Option]:
@@ -56,8 +61,8 @@ def options(specs: Sequence[str], optimizer: str, cluster: Cluster, rounds: Sequ
     """
     if rounds and cluster.per_node > 1:
         raise ValueError(
-            "rounds of updates (every) are predicted for machines of one rank: leave every out, or per_node; "
-            "nb.compress_updates itself takes replicas of several ranks"
+            "rounds of updates are predicted only for machines with one rank each: remove every or per_node "
+            "(nb.compress_updates itself supports several ranks per replica)"
         )
     # Write specs in full, as facts do: "qsgd" becomes "qsgd:bits=4", whose loss is known.
     specs = list(dict.fromkeys(str(compression(spec)) for spec in specs))
@@ -113,8 +118,8 @@ def plan_of(profile: Profile, option: Option, cluster: Cluster) -> Plan:
     """
     if not profile.layers:
         raise ValueError(
-            "there is nothing to put into a plan: no parameter has 2 dimensions and at least 1024 elements; call "
-            "compress_gradients with a spec, or leave narrowband out"
+            "the plan would be empty: this model has no parameter with 2 dimensions and at least 1024 elements, and "
+            "smaller ones are not compressed"
         )
     spec = "none" if option.spec is None else option.spec
     chosen = compression(spec)

@@ -40,7 +40,7 @@ def measure_host() -> Host:
         True
     """
     if not dist.is_gloo_available():
-        raise UnsupportedError("messages are measured with gloo, and this build of PyTorch has none")
+        raise UnsupportedError("measuring messages needs the gloo backend, and this build of PyTorch does not have it")
     store = HashStore()
     groups: list[Any] = [None, None]
 

@@ -49,7 +49,10 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (self.up > 0 and self.down > 0 and math.isfinite(self.delay_s) and self.delay_s >= 0):
-            raise ValueError(f"a link of {self.up} and {self.down} bit/s with {self.delay_s} s of delay cannot be")
+            raise ValueError(
+                f"up={self.up}, down={self.down}, delay_s={self.delay_s}: expected rates above 0 and a finite delay, "
+                "0 or more"
+            )
 
     @classmethod
     def of(cls, rate: str, delay: str | None = None) -> Link:
@@ -61,7 +64,9 @@ class Link:
         up, slash, down = rate.replace("/s", "").partition("/")
         rates = [read_rate(up), read_rate(down if slash else up)]
         if not all(rates):
-            raise ValueError(f"a link of {rate!r} carries nothing; give its rate, such as 200mbit or 20mbit/100mbit")
+            raise ValueError(
+                f"a link with rate {rate!r} carries nothing; expected a rate such as 200mbit or 20mbit/100mbit"
+            )
         return cls(rates[0], rates[1], 0.0 if delay is None else parse_delay(delay))
 
     @property

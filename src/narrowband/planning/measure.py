@@ -68,8 +68,8 @@ def optimizer_of(name: OptimizerName, model: nn.Module) -> list[torch.optim.Opti
         return [torch.optim.SGD(trained, lr=_LEARNING_RATE, momentum=0.9)]
     if name == "lora" and all(p.requires_grad for p in model.parameters()):
         raise ValueError(
-            "lora is AdamW on adapters, and every parameter of this model requires gradients: freeze all but the "
-            "adapters with requires_grad_(False), or take adamw"
+            "optimizer lora trains adapters only, but every parameter of this model requires gradients: freeze all but "
+            "the adapters with requires_grad_(False), or use adamw"
         )
     if name != "muon":
         return [torch.optim.AdamW(trained, lr=_LEARNING_RATE)]
@@ -91,8 +91,8 @@ def scalar_of(output: Any) -> Tensor:
     found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
         raise ValueError(
-            f"the model returned {type(output).__name__} with nothing in it that needs gradients, so there is no "
-            "backward; return a tensor that depends on parameters with requires_grad"
+            f"the model returned {type(output).__name__} with no tensor that requires a gradient, so backward cannot "
+            "run; return a tensor that depends on trained parameters"
         )
     return found[0] if not found[0].dim() else found[0].float().square().mean()
 
@@ -150,7 +150,7 @@ def measure_step(
         raise ValueError("nothing to average: no parameter requires a gradient")
     odd = sorted({str(p.dtype) for _, p in trained if p.dtype != torch.float32} | _elsewhere(trained))
     if odd:
-        raise ValueError(f"gradients are measured in float32 on the CPU, and this model has {', '.join(odd)}")
+        raise ValueError(f"expected trained parameters in float32 on the CPU, got {', '.join(odd)}")
     model.train()
     _try(model, inputs, loss, trained)
     watch = _Watch()
@@ -205,17 +205,20 @@ def _try(
     missing = [name for name, p in trained if p.grad is None]
     if missing:
         raise ValueError(
-            f"backward gives no gradient to {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}: freeze what is "
-            "not used with requires_grad_(False), or return what depends on it"
+            f"backward computes no gradient for {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}: freeze "
+            "unused parameters with requires_grad_(False), or return an output that depends on them"
         )
     sparse = [name for name, p in trained if p.grad is not None and p.grad.is_sparse]
     if sparse:
-        raise ValueError(f"the gradient of {', '.join(sparse)} is sparse, which is not measured: give sparse=False")
+        raise ValueError(
+            f"the gradient of {', '.join(sparse)} is sparse, and only dense gradients can be measured: create the "
+            "embedding with sparse=False"
+        )
     odd = [name for name, p in trained if p.grad is not None and not torch.isfinite(p.grad).all()]
     if odd:
         raise ValueError(
-            f"the gradient of {', '.join(odd[:3])}{' …' if len(odd) > 3 else ''} has an inf or NaN, with which no "
-            "codec can be measured: see that parameters, inputs and loss are finite"
+            f"the gradient of {', '.join(odd[:3])}{' …' if len(odd) > 3 else ''} contains inf or NaN, so codecs cannot "
+            "be measured: check that parameters, inputs and the loss are finite"
         )
     model.zero_grad(set_to_none=True)
 

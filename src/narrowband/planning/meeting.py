@@ -77,7 +77,9 @@ class Meeting:
             MeetingError: no rank stored it within ``within_s`` seconds.
         """
         if not self._has(key, within_s):
-            raise MeetingError(f"nobody said {key!r} to {self.where} within {within_s:g} s")
+            raise MeetingError(
+                f"no rank stored {key!r} at {self.where} within {within_s:g} s; see what the other ranks printed"
+            )
         parts = int(self._store.get(key))
         return json.loads("".join(self._store.get(f"{key}/{number}").decode() for number in range(parts)))
 
@@ -100,8 +102,9 @@ class Meeting:
         if lacking:
             names = ", ".join(map(str, lacking))
             raise MeetingError(
-                f"of {self.size} ranks, {names} did not come to {self.where} within {within_s:g} s. Are they started, "
-                "with the same command, and do they get through to that port? What is printed there says more"
+                f"of {self.size} ranks, {names} did not arrive at {self.where} within {within_s:g} s. Check that they "
+                "were started with the same command, that their machines can connect to that port, and what they "
+                "printed"
             )
         return [self.get(each, within_s) for each in keys]
 
@@ -171,7 +174,7 @@ class Lockstep:
                 if first != other:
                     raise DisagreementError(
                         f"ranks disagree on {what}: {name} is {_words(other)} on rank {rank} and {_words(first)} on "
-                        "rank 0; start all of them with the same command, and with the same files"
+                        "rank 0; start all ranks with the same command and the same files"
                     )
 
     def point(self, error: str | None = None) -> None:
@@ -237,7 +240,9 @@ def join(within_s: float = 60.0) -> Meeting:
     """
     lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if lacking:
-        raise ValueError(f"{', '.join(lacking)} is not in the environment, where torchrun puts it")
+        raise ValueError(
+            f"not set in the environment: {', '.join(lacking)}. Start the ranks with torchrun, which sets them"
+        )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -246,7 +251,7 @@ def join(within_s: float = 60.0) -> Meeting:
     try:
         store = TCPStore(host, port, size, serves, seconds(within_s), wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
-        what = "rank 0 cannot listen" if serves else f"rank {rank} found no store of PyTorch"
+        what = "rank 0 cannot serve the store" if serves else f"rank {rank} found no store of PyTorch"
         raise MeetingError(f"{what} at {host}, port {port}: {str(error).splitlines()[0]}") from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Meeting(PrefixStore(f"narrowband {attempt}", store), rank, size, f"{host}, port {port}", within_s)
@@ -302,13 +307,13 @@ def _what(error: OSError, there: str, host: str, port: int, within_s: float) -> 
     if isinstance(error, TimeoutError):
         own = address_towards(host, port) or "this machine"
         return (
-            f"got no answer from {there} on TCP port {port} within {within_s:g} s: a firewall on the way drops what is "
-            f"sent, or nobody has that address. Open the port there: sudo ufw allow from {own} to any port {port} "
+            f"got no answer from {there} on TCP port {port} within {within_s:g} s: a firewall drops the packets, or no "
+            f"machine has that address. Open the port there: sudo ufw allow from {own} to any port {port} "
             "proto tcp"
         )
     if isinstance(error, ConnectionRefusedError):
         return (
-            f"was refused by {there} on TCP port {port} for {within_s:g} s: rank 0 is not started there, MASTER_ADDR "
-            "is another machine, or a firewall rejects what is sent"
+            f"was refused by {there} on TCP port {port} for {within_s:g} s: rank 0 is not running there, MASTER_ADDR "
+            "names another machine, or a firewall rejects the connection"
         )
-    return f"has no way to {there}, TCP port {port} ({error.strerror or error}): check the address and the routes"
+    return f"cannot reach {there}, TCP port {port} ({error.strerror or error}): check the address and the routes"

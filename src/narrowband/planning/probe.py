@@ -172,7 +172,9 @@ def probe(meeting: Meeting, limit_s: float = 10.0, on_event: Callable[[str], Non
         []
     """
     if not dist.is_gloo_available():
-        raise UnsupportedError("ranks reach each other over gloo, and this build of PyTorch has none")
+        raise UnsupportedError(
+            "testing the links between ranks needs the gloo backend, and this build of PyTorch does not have it"
+        )
     on_event("waiting for the other ranks")
     with _door() as (seat, token):
         mine = _seat(meeting.rank, *seat)

@@ -229,7 +229,7 @@ class Profile:
         for codec in self.codecs:
             if (codec.spec, codec.collective, codec.share) == (spec, collective, self.share):
                 return codec
-        raise KeyError(f"{spec} was not measured by {collective}")
+        raise KeyError(f"{spec} was not measured with the collective {collective} and {self.share}")
 
 
 def total(lines: Iterable[Line]) -> Line:

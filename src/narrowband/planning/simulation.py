@@ -100,7 +100,9 @@ class Message:
 
     def __post_init__(self) -> None:
         if len(self.transfers) != len(self.work_s):
-            raise ValueError(f"{len(self.transfers)} transfers with {len(self.work_s)} pieces of work after them")
+            raise ValueError(
+                f"work_s has {len(self.work_s)} entries for {len(self.transfers)} transfers; expected one for each"
+            )
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def _versions(peers: Peers) -> Iterator[str]:
             found.setdefault(_compared(name, seat.versions.get(name, "none")), []).append(seat.rank)
         if len(found) > 1:
             each = ", ".join(f"{version} on {_ranks(ranks)}" for version, ranks in found.items())
-            yield f"Versions of {name} differ: {each}. Install the same everywhere"
+            yield f"Versions of {name} differ: {each}. Install the same version on all machines"
 
 
 def _compared(name: str, version: str) -> str:
@@ -57,19 +57,19 @@ def _addresses(peers: Peers) -> Iterator[str]:
         others = [card for card in seat.cards if "(127." not in card]
         there = f"{_who(seat)} has {', '.join(others) or 'no other interface'}"
         if seat.error:
-            asked = f"GLOO_SOCKET_IFNAME={seat.asked}" if seat.asked else "its own name"
-            yield f"{_who(seat)} has no address for gloo by {asked}: {seat.error}. {there}: {_export(others)}"
+            asked = f"GLOO_SOCKET_IFNAME={seat.asked}" if seat.asked else "the name of its machine"
+            yield f"{_who(seat)} found no address for gloo by {asked}: {seat.error}. {there}; {_export(others)}"
         elif seat.is_loopback and len(peers.machines) > 1:
             yield (
-                f"{_who(seat)} tells the others {seat.address}, its loopback address, where no other machine gets "
-                f"through. {there}: {_export(others)}"
+                f"{_who(seat)} tells the others {seat.address}, its loopback address, which no other machine can "
+                f"reach. {there}; {_export(others)}"
             )
 
 
 def _export(cards: Sequence[str]) -> str:
     name = cards[0].split()[0] if len(cards) == 1 else "eth0"
-    which = "" if len(cards) == 1 else ", with the name of the one that the others reach"
-    return f"there, export GLOO_SOCKET_IFNAME={name}{which}"
+    which = "" if len(cards) == 1 else ", or the name of the interface that the other machines can reach"
+    return f"on that machine, export GLOO_SOCKET_IFNAME={name}{which}"
 
 
 def _doors(peers: Peers) -> Iterator[str]:
@@ -87,26 +87,26 @@ def _doors(peers: Peers) -> Iterator[str]:
         if outcome == SILENT:
             card = f" on {target.card}" if target.card else ""
             yield (
-                f"{_who(source)} got no answer from {to}, within {peers.limit_s:g} s: a firewall drops what is sent. "
-                f"gloo listens at ports that the system picks, so open all TCP ports of {target.host} to "
-                f"{source.host}; there: sudo ufw allow in{card} from {source.address}"
+                f"{_who(source)} got no answer from {to}, within {peers.limit_s:g} s: a firewall drops the packets. "
+                f"gloo listens on ports that the system picks, so open all TCP ports of {target.host} to "
+                f"{source.host}; on {target.host}: sudo ufw allow in{card} from {source.address}"
             )
         elif outcome == REFUSED:
             yield (
-                f"{_who(source)} was refused by {to}: a firewall rejects what is sent, or another machine has that "
-                f"address. gloo listens at ports that the system picks, so open all TCP ports of {target.host} to "
+                f"{_who(source)} was refused by {to}: a firewall rejects the connection, or another machine has that "
+                f"address. gloo listens on ports that the system picks, so open all TCP ports of {target.host} to "
                 f"{source.host}"
             )
         elif outcome == NO_WAY:
             yield (
-                f"{_who(source)} has no way to {to}: are both in one network? Interfaces here: "
-                f"{', '.join(source.cards)}; there: {', '.join(target.cards)}"
+                f"{_who(source)} has no route to {to}: check that both are in one network. Interfaces of "
+                f"{source.host}: {', '.join(source.cards)}; of {target.host}: {', '.join(target.cards)}"
             )
         else:
             yield (
-                f"{_who(source)} reached something else than {to}: that address is another machine's, too, or on the "
-                f"way to it is a proxy. Set GLOO_SOCKET_IFNAME on {target.host} to an interface with an address of its "
-                "own"
+                f"{_who(source)} reached something other than {to}: another machine has the same address, or a proxy "
+                f"answers for it. Set GLOO_SOCKET_IFNAME on {target.host} to an interface whose address no other "
+                "machine has"
             )
 
 
@@ -118,16 +118,17 @@ def _exchanges(peers: Peers) -> Iterator[str]:
         fromto = f"from {_who(source)} to {_who(target)}"
         if way.trip_s is None:
             yield (
-                f"Ports are open {fromto}, and gloo gets no message through within {peers.limit_s:g} s: something on "
-                f"the way ends connections that it does not know. gloo says: {way.error}"
+                f"Ports are open {fromto}, but no message of gloo arrived within {peers.limit_s:g} s: a firewall or "
+                f"proxy between them probably ends unknown connections. gloo's error: {way.error}"
             )
             continue
         mtus = f"MTU {source.mtu or '?'} and {target.mtu or '?'}"
         yield (
-            f"Small messages pass {fromto}, and one of {format_bytes(FIRST_NBYTES)} did not arrive within "
-            f"{peers.limit_s:g} s: packets that are too large vanish on the way, as with a VPN or a tunnel whose MTU "
-            f"is set too high (here: {mtus}). Try ping -M do -s 1372 {target.address} on {source.host}; if nothing "
-            f"comes back, on both: sudo ip link set dev {source.card or 'eth0'} mtu 1280. Or the link is extremely slow"
+            f"Small messages pass {fromto}, but one of {format_bytes(FIRST_NBYTES)} did not arrive within "
+            f"{peers.limit_s:g} s: large packets get lost, as with a VPN or a tunnel whose MTU is set too high "
+            f"({mtus}), or the link is extremely slow. On {source.host}, try ping -M do -s 1372 "
+            f"{target.address}; if there is no reply, run on both machines: sudo ip link set dev "
+            f"{source.card or 'eth0'} mtu 1280"
         )
 
 
@@ -140,14 +141,17 @@ def _shared(peers: Peers) -> Iterator[str]:
             more = ", and its link" if len(peers.machines) > 1 else ""
             yield f"{host} has {_ranks(ranks)}, which share its processors{more}"
     if 1 < len(peers.machines) < len(peers.seats):
-        yield 'Where machines have several ranks, compress_gradients(…, nodes="auto") sends once per machine'
+        yield 'Some machines have several ranks: compress_gradients(…, nodes="auto") sends once per machine'
 
 
 def _names(peers: Peers) -> Iterator[str]:
     names = [host for host, _ in peers.machines]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            yield f"{names.count(name)} machines are called {name}, so messages cannot tell them apart: rename them"
+            yield (
+                f"{names.count(name)} machines are called {name}, so messages cannot tell them apart: give each its "
+                "own name"
+            )
 
 
 def _packets(peers: Peers) -> Iterator[str]:
@@ -157,7 +161,7 @@ def _packets(peers: Peers) -> Iterator[str]:
             found.setdefault(seat.mtu, []).append(seat.rank)
     if len(found) > 1:
         each = ", ".join(f"{mtu} on {_ranks(ranks)}" for mtu, ranks in sorted(found.items()))
-        yield f"MTUs differ: {each}. That is well as long as long messages arrive, which was tried"
+        yield f"MTUs differ: {each}. That does no harm if long messages arrive, as was tested"
 
 
 def _asymmetric(peers: Peers) -> Iterator[str]:
@@ -170,7 +174,7 @@ def _asymmetric(peers: Peers) -> Iterator[str]:
             there, back = _who(peers.seats[source]), _who(peers.seats[target])
             yield (
                 f"From {there} to {back} {format_rate(slow)}, and back {format_rate(fast)}: every rank sends as much "
-                "as it receives, so the slower way counts"
+                "as it receives, so the slower direction limits training"
             )
 
 
@@ -180,7 +184,7 @@ def _slowest(peers: Peers) -> Iterator[str]:
         return
     rate, way = min(measured, key=lambda each: each[0])
     yield (
-        f"Slowest: from {_who(peers.seats[way.source])} to {_who(peers.seats[way.target])}, {format_rate(rate)}. "
+        f"Slowest link: from {_who(peers.seats[way.source])} to {_who(peers.seats[way.target])}, {format_rate(rate)}. "
         "Next, with your model: narrowband plan … --measure says whether compression pays on these links"
     )
 
