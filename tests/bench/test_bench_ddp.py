@@ -141,6 +141,8 @@ def test_links_are_emulated_unless_ranks_are_on_gpus(monkeypatch):
     assert Config().link == "200mbit"
     assert Config().place() == LabConfig(nodes=4, rate="200mbit")
     assert Config(rate="none").link == "none"
+    assert Config(rate="200mbit/s").place() == LabConfig(nodes=4, rate="200mbit")
+    assert Config(rate="20mbit/100mbit", per_node=2).place() == LabConfig(4, 2, rate="20mbit", down="100mbit")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert Config(device="cuda").link == "none"
 

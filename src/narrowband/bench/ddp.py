@@ -60,6 +60,7 @@ from narrowband.collectives import Collective
 from narrowband.feedback import Compression, compression
 from narrowband.lab import LabConfig
 from narrowband.planning import Option, known, outer_of
+from narrowband.planning.links import up_and_down
 
 __all__ = ["NO_COMMUNICATION", "PLAIN", "Config", "backend_of", "run", "skip_communication"]
 
@@ -176,8 +177,15 @@ class Config:
         """Where the ranks run."""
         if self.link == "none":
             return Loopback(self.nodes * self.per_node)
-        up, _, down = self.link.partition("/")
-        return LabConfig(self.nodes, self.per_node, up, down=down or None, delay=self.delay, loss=self.loss)
+        up, down = up_and_down(self.link)
+        return LabConfig(
+            nodes=self.nodes,
+            per_node=self.per_node,
+            rate=up,
+            down=None if down == up else down,
+            delay=self.delay,
+            loss=self.loss,
+        )
 
 
 def run(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from narrowband.lab.config import parse_delay, read_rate
 from narrowband.units import format_rate, format_seconds
 
-__all__ = ["PAYLOAD_SHARE", "Cluster", "Host", "Link"]
+__all__ = ["PAYLOAD_SHARE", "Cluster", "Host", "Link", "up_and_down"]
 
 #: The share of a link's rate that is left for payload: of the 1,514 bytes of an Ethernet frame, 66 are headers of
 #: Ethernet, IPv4 and TCP with its timestamp.
@@ -61,8 +61,7 @@ class Link:
         Raises:
             ValueError: the text is no rate or delay, or a rate is zero.
         """
-        up, slash, down = rate.replace("/s", "").partition("/")
-        rates = [read_rate(up), read_rate(down if slash else up)]
+        rates = [read_rate(each) for each in up_and_down(rate)]
         if not all(rates):
             raise ValueError(
                 f"a link with rate {rate!r} carries nothing; expected a rate such as 200mbit or 20mbit/100mbit"
@@ -79,6 +78,17 @@ class Link:
         if self.down != self.up:
             rates += f" up and {format_rate(self.down)} down"
         return rates + (f", {format_seconds(self.delay_s)} one way" if self.delay_s else "")
+
+
+def up_and_down(rate: str) -> tuple[str, str]:
+    """Split a rate, as users write it, into those of sending and receiving.
+
+    Example:
+        >>> up_and_down("20mbit/100mbit"), up_and_down("200 Mbit/s")
+        (('20mbit', '100mbit'), ('200 Mbit', '200 Mbit'))
+    """
+    up, slash, down = rate.replace("/s", "").partition("/")
+    return up, down if slash else up
 
 
 @dataclass(frozen=True)
