@@ -109,7 +109,7 @@ def _conclusion(found: Mapping[str, Any]) -> str:
     off, then = _off(found["rows"]), _off(found["rows"], "at_that_speed_error")
     short = sum((row["error"] or 0.0) < 0.0 for row in found["rows"])
     further = "".join(
-        f" {title}: {statistics.median(own):.1%} and {own[-1]:.1%}."
+        f" {title}: off by {statistics.median(own):.1%} in the median and {own[-1]:.1%} at most."
         for title, own in ((title, _off(each["rows"])) for title, each in found["further"].items())
     )
     return (

@@ -117,6 +117,14 @@ def test_on_two_levels_a_machine_sends_what_one_rank_would():
     assert flat.link_nbytes == pytest.approx(2 * 7 / 8 * 4 * NUMEL)
 
 
+def test_on_two_levels_ranks_of_a_machine_wait_for_each_other_three_times():
+    """Until all have written what is summed, until all know that it is finite, and until all have written averages."""
+    where = network(2, 1e9, 1e-6, per_node=4, hop_s=0.01)
+    found = predict(PROFILE, Option("none", levels=True), where)
+    inside, agreement, between = 2 * 3, 1, 2
+    assert found.outcome.step_s == pytest.approx(3.5 + 0.01 * (3 * inside + agreement + between))
+
+
 def one_bucket(spec, name, shape, share):
     """A matrix in one bucket, and a codec that takes no time, measured of shares alone."""
     calls = ("all_reduce", "all_reduce") if name == "factor_reduce" else (name,)

@@ -234,7 +234,7 @@ class _Plan:
                     messages.append(self._message(held, decides=not early))
                     held = []
             encode_s = self._seconds(piece.encode)
-            found.append(Arrival(at_s, encode_s, tuple(messages), self._inside(bucket)))
+            found.append(Arrival(at_s, encode_s, tuple(messages), self._inside(bucket, last=last)))
         return tuple(found)
 
     def _agreement(self) -> Message:
@@ -300,9 +300,10 @@ class _Plan:
             return hops - cluster.per_node + 2
         return -(-hops // cluster.per_node)  # around a ring, the last rank of a machine sends to the next machine
 
-    def _inside(self, bucket: Bucket) -> Inside | None:
+    def _inside(self, bucket: Bucket, *, last: bool) -> Inside | None:
         if not self._levels:
             return None
         hops = 2 * (self._network.cluster.per_node - 1)
         waits_s = hops * self._network.host.hop_s  # a small all-reduce, after which all have written
-        return Inside(_COPIES_IN * bucket.copy_s + waits_s, _COPIES_OUT * bucket.copy_s + waits_s)
+        flag_s = waits_s if last else 0.0  # whether all that the ranks of the machine have summed is finite
+        return Inside(_COPIES_IN * bucket.copy_s + waits_s + flag_s, _COPIES_OUT * bucket.copy_s + waits_s)
