@@ -115,7 +115,7 @@ class BenchDDP:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """Put the steps that ``narrowband plan`` predicts beside measured ones, behind emulated links.
+    """Compare the steps that ``narrowband plan`` predicts with measured ones, behind emulated links.
 
     All codecs on all links may take an hour. With --json each link is written when it is done, and the same
     command goes on from there.
@@ -125,6 +125,8 @@ class BenchPlan:
     Examples:
       narrowband bench plan --json plan.json
       narrowband bench plan --model gpt-demo --rates 200mbit --nodes 2 --codecs none qsgd:bits=4
+      narrowband bench plan --rates 20mbit/100mbit --every 0 15 --codecs none uniform:bits=2+ef --optimizer adamw
+      narrowband bench plan --nodes 2 --per-node 2 --codecs none qsgd:bits=4
     """
 
     config: Annotated[foretold.Config, tyro.conf.arg(name="")] = field(default_factory=foretold.Config)
@@ -157,9 +159,9 @@ class BenchPlan:
         right = sum(verdict["is_right"] for verdict in found)
         sides = [side["is_right"] for verdict in found for side in verdict["sides"] if side["is_right"] is not None]
         console.print(
-            f"What would be chosen is within {foretold.MARGIN:.0%} of the best in {right} of {len(found)} cases. Of "
-            f"{len(sides)} steps that differ from DDP's by over {foretold.MARGIN:.0%}, {sum(sides)} were said to be on "
-            "the right side of it.",
+            f"The predicted best is within {foretold.MARGIN:.0%} of the measured best in {right} of {len(found)} "
+            f"cases. Of {len(sides)} steps that differ from DDP's by over {foretold.MARGIN:.0%}, {sum(sides)} were "
+            "correctly predicted to be faster or slower.",
             highlight=False,
         )
         _say(console, written)
