@@ -217,7 +217,9 @@ def _plain_when_fast(results: Sequence[Result], task: str) -> Claim:
         f"{name}: r = {said['redundancy']}, {format_seconds(predicted_s(said))}"
         for name, said in fast["choices"].items()
     )
-    return Claim(text, fast["choices"][way]["redundancy"] == 1, f"{fast['rate']}, {figures}")
+    chosen = fast["choices"][way]["redundancy"]
+    said = f"with transport='auto' the tool chooses the faster, {way}, and so r = {chosen}"
+    return Claim(text, chosen == 1, f"{fast['rate']}, {figures}; {said}")
 
 
 def _best(results: Sequence[Result], task: str) -> Claim:
@@ -274,8 +276,9 @@ def _uneven(results: Sequence[Result]) -> Claim:
         for equal, uneven in pairs
     )
     figures = (
-        f"r = {equal['redundancy']}: {format_seconds(equal['step_s'])} and {format_seconds(uneven['step_s'])}, "
-        f"{format_bytes(equal['sent_bytes'])} and {format_bytes(uneven['sent_bytes'])}"
+        f"r = {equal['redundancy']}: {format_seconds(equal['step_s'])} and {format_bytes(equal['sent_bytes'])} with "
+        f"equal shares, {format_seconds(uneven['step_s'])} and {format_bytes(uneven['sent_bytes'])} with shares to "
+        "match"
         for equal, uneven in pairs
     )
     return Claim(text, held, "; ".join(figures))

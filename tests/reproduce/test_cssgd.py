@@ -316,6 +316,7 @@ def test_what_the_tool_says_of_a_fast_link_is_said_of_the_transport_that_it_pred
     claim = verdict(asked(r), "on a fast link the tool itself says r = 1")
     assert claim.held is held
     assert claim.figures.startswith("10gbit")
+    assert claim.figures.endswith(f"the tool chooses the faster, broadcast, and so r = {r}")
 
 
 @pytest.mark.parametrize(("best", "held"), [(3, True), (2, False)])
