@@ -165,13 +165,13 @@ class _Pool:
     def run(self, task: bytes, name: str, world_size: int, timeout_s: float, group: bool, grace_s: float) -> list[Any]:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, not {world_size}")
-        deadline = time.monotonic() + timeout_s
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="narrowband-ranks-"))
         while len(self._workers) < world_size:
             self._workers.append(_Worker.start(self._folder))
         workers = self._workers[:world_size]
 
+        deadline = time.monotonic() + timeout_s  # from here on: on a busy machine the first start takes a minute
         self._calls += 1
         store = self._folder / f"store-{self._calls}"
         reports: dict[int, str] = {}
