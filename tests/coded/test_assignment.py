@@ -88,9 +88,9 @@ def test_load_of_groups():
         ((1, 1), "redundancy=1 must be at least 1 and less than the number of nodes, 1"),
         ((8, 2, 3), "group=3 must divide the number of nodes, 8, and be at least redundancy=2; use 2 or 4 or 8"),
         ((8, 3, 2), "group=2 must divide .* redundancy=3; use 4 or 8"),
-        ((16, 4), "4 of 16 nodes make 1,820 combinations, .* more than 256; use group=4 or 8"),
-        ((13, 4), "4 of 13 nodes make 715 combinations, .*; use redundancy=1 or 2"),
-        ((257, 2), "2 of 257 nodes .*; use redundancy=1, group=1"),
+        ((16, 4), "redundancy=4 among 16 nodes .* into 1,820 blocks, and 256 are allowed; use group=4 or 8"),
+        ((13, 4), "redundancy=4 among 13 nodes .* 715 blocks, .*; use redundancy=1 or 2"),
+        ((257, 2), "redundancy=2 among 257 nodes .*; use redundancy=1, group=1"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused_with_what_would(arguments, message):

@@ -136,7 +136,7 @@ def test_out_of_reach_is_seen_by_all_and_nothing_wraps(numbers, bits, times, cap
     assert_same(results, exactly(gradients, math.ldexp(1.0, before + wider)))
     assert [node.last.exchanges for node in averages] == [2] * a.nodes
     assert len(caplog.messages) == a.nodes
-    assert f"the span is {2**wider} times as wide" in caplog.messages[0]
+    assert f"span is now {2**wider} times as wide" in caplog.messages[0]
     # The step after is exchanged once, in the wider span.
     put(averages, gradients)
     assert_same(on_all(a.nodes, lambda rank: averages[rank].average(48)), results[0])
@@ -218,7 +218,7 @@ def test_nodes_that_computed_other_bits_for_a_block_are_found_by_all(numbers):
     last._exchange._contributions[a.held(last.rank).index(block), 5] += 1e-7
     for error in on_all(a.nodes, lambda rank: averages[rank].average(48)):
         assert isinstance(error, RuntimeError)
-        assert f"block {block} of the mini-batch has other gradients" in str(error)
+        assert f"the gradients of block {block} of the mini-batch differ" in str(error)
         assert str(a.holders[block]) in str(error)
 
 
@@ -260,10 +260,10 @@ def test_auto_follows_gradients_that_grow_and_shrink(bits):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 12}, "bits=12 is none of 32, 16, 8"),
-        ({"span": 0.0}, "span=0.0 is neither 'auto' nor a positive number"),
-        ({"span": math.inf}, "span=inf is neither"),
-        ({"span": math.nan}, "span=nan is neither"),
+        ({"bits": 12}, "bits=12; expected one of 32, 16, 8"),
+        ({"span": 0.0}, "span=0.0; expected 'auto' or a positive number"),
+        ({"span": math.inf}, "span=inf; expected"),
+        ({"span": math.nan}, "span=nan; expected"),
     ],
 )
 def test_what_does_not_exist_is_refused(options, message):

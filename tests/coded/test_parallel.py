@@ -475,9 +475,9 @@ def test_what_is_compressed_inside_has_the_same_bits_if_nothing_is_drawn_and_not
     )
     assert all_equal(found)
     assert min(ratios) > 2
-    with pytest.raises(RankError, match="compress_activations takes granularity=256 and rounding='nearest'"):
+    with pytest.raises(RankError, match="compress_activations with granularity=256 and rounding='nearest'"):
         run_ranks(compressed_inside, 3, {}, "none")
-    with pytest.raises(RankError, match="a Boundary a codec that draws nothing"):
+    with pytest.raises(RankError, match="a Boundary with a codec that draws no random numbers"):
         run_ranks(compressed_inside, 3, {"bits": "off"}, "qsgd:bits=4")
 
 

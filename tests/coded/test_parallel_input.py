@@ -73,23 +73,23 @@ def test_bad_input_is_refused_before_training_with_what_to_do():
         assert "redundancy=3 must be at least 1 and less than the number of nodes, 3" in texts["r = n"]
         assert "group=2 must divide the number of nodes, 3, and be at least redundancy=2; use 3" in texts["group"]
         assert "node 0 would do 0.6 of the work of all nodes" in texts["shares"]
-        assert "the batch has 8 rows, which are not those of a mini-batch" in texts["rows with shares"]
-        assert "bits=12 is none of 32, 16, 8" in texts["bits"]
-        assert "span=-1.0 is neither 'auto' nor a positive number" in texts["span"]
-        assert "transport='pigeon' is none of auto, broadcast, multicast" in texts["transport"]
+        assert "the batch has 8 rows, which are not this rank's part of a mini-batch" in texts["rows with shares"]
+        assert "bits=12; expected one of 32, 16, 8" in texts["bits"]
+        assert "span=-1.0; expected 'auto' or a positive number" in texts["span"]
+        assert "transport='pigeon'; expected one of auto, broadcast, multicast" in texts["transport"]
         for key in ("batch norm", "sync batch norm", "woken batch norm"):
             assert "1 is a " in texts[key]
-            assert "SyncBatchNorm is no way out" in texts[key]
+            assert "SyncBatchNorm does not help" in texts[key]
             assert "Use GroupNorm or LayerNorm, or freeze it with .eval()" in texts[key]
         assert "use sparse=False" in texts["sparse"]
         assert "these parameters are complex: 1.weight, 1.bias" in texts["complex"]
         assert "no parameter that requires a gradient" in texts["nothing"]
         assert "a mini-batch of 2 samples is smaller than the 3 blocks" in texts["small batch"]
         assert "a mini-batch of 2 samples is smaller than the 3 blocks" in texts["small sampler"]
-        assert "the batch has 5 rows, which are not 2 blocks" in texts["odd rows"]
+        assert "the batch has 5 rows, which cannot be cut into 2 blocks of equal size" in texts["odd rows"]
         assert "equally many rows, not [4, 12]" in texts["unequal"]
         assert "compute the loss outside of the model" in texts["scalar"]
-        assert "inputs that want gradients" in texts["input"]
+        assert "an input requires a gradient" in texts["input"]
 
 
 def broken_states(rank, world_size):
@@ -146,12 +146,19 @@ def out_of_step(rank, world_size, what):
     if what == "data":
         x = x + (rank == 1) * 1e-3
     x, y = model.split(x, y)
+    if what == "no mean over rows":
+        weight = torch.arange(1.0, 1.0 + OUTPUTS)
+        return refusal(lambda: loss_of(model(x), y, weight=weight).backward())
     return refusal(lambda: loss_of(model(x), y).backward())
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("samples", "ranks are not in the same step"), ("data", "has other gradients on some of the ranks")],
+    [
+        ("samples", "ranks are not in the same step"),
+        ("data", "differ between the ranks that computed it"),
+        ("no mean over rows", "class weights, ignore_index"),
+    ],
 )
 def test_ranks_with_other_data_are_found_by_all(what, message):
     for kind, text in run_ranks(out_of_step, 3, what):
@@ -184,7 +191,7 @@ def test_parameters_frozen_or_thawed_later_are_named_and_wrapping_anew_helps():
         assert [kind for kind, _ in (thawed, frozen)] == ["UnsupportedError"] * 2
         assert "requires_grad of 0.weight, 0.bias has changed since the model was wrapped" in thawed[1]
         assert "requires_grad of 4.bias has changed" in frozen[1]
-        assert "Wrap it anew on all ranks" in frozen[1]
+        assert "wrap the model again on all ranks" in frozen[1]
         assert averaged == ["3.weight", "3.bias", "4.weight"]
 
 
@@ -206,5 +213,5 @@ def again(rank, world_size):
 
 
 def test_a_second_backward_says_so():
-    with pytest.raises(RankError, match="backward a second time"):
+    with pytest.raises(RankError, match="backward was called a second time"):
         run_ranks(again, 2 + 1)

@@ -24,7 +24,25 @@ def probe_deaf(rank, world):
 def test_multicast_that_does_not_reach_everybody_is_refused_alike_on_all_ranks():
     messages = set(run_ranks(probe_deaf, 3, timeout_s=LIMIT_S))
     assert len(messages) == 1
-    assert "rank 1: nothing came from rank 0 (127.0.0.1)" in messages.pop()
+    assert "rank 1: received nothing from rank 0 (127.0.0.1)" in messages.pop()
+
+
+def probe_late(rank, world):
+    listen, attempts = probe._listen, []
+
+    def first_in_vain(*args):
+        attempts.append(args)
+        if len(attempts) == 1:  # rank 1 stands still for all of the time
+            return [rank != 1 and k != 1 for k in range(world)]
+        return listen(*args[:-1], LIMIT_S)
+
+    with patch.object(probe, "_listen", first_in_vain):
+        Multicast(dist.group.WORLD).close()
+    return len(attempts)
+
+
+def test_ranks_listen_again_if_one_of_them_stood_still():
+    assert run_ranks(probe_late, 3, timeout_s=LIMIT_S) == [2] * 3
 
 
 def probe_no_card(rank, world):

@@ -84,11 +84,11 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_sent():
         assert [kind for kind, _ in found] == ["ValueError"] * len(found)
         texts = [text for _, text in found]
         assert all("flat, contiguous and uint8" in text for text in texts[:3])
-        assert "only a rank's own entry may be" in texts[3]
+        assert "own entry may be None" in texts[3]
         assert all("are not ascending ranges of the 8 bytes" in text for text in texts[4:7])
         assert all("cannot receive from itself" in text for text in texts[7:9])
         assert "takes 2 incoming buffers and 2 lists of ranges, not 2 and 1" in texts[9]
-        assert f"transport='pigeon' is none of {', '.join(TRANSPORTS)}" in texts[10]
+        assert f"transport='pigeon'; expected one of {', '.join(TRANSPORTS)}" in texts[10]
 
 
 def alone(rank, world_size):
@@ -107,6 +107,41 @@ def test_a_rank_that_is_gone_is_an_error_for_the_others():
     assert gone is None
     assert first[0] in ("RuntimeError", "DistBackendError")
     assert last[0] in ("RuntimeError", "DistBackendError")
+
+
+def ended(rank, world_size, transport):
+    model = nb.CodedDataParallel(mlp(), 2, transport)
+    x, y = model.split(*batch(0, 12))
+    loss_of(model(x), y).backward()
+    dist.destroy_process_group()
+    without_group = refusal(lambda: loss_of(model(x), y).backward())
+    model.transport.close()
+    model.transport.close()
+    return without_group, refusal(lambda: loss_of(model(x), y).backward())
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "multicast"])
+def test_a_process_group_that_is_destroyed_and_a_transport_that_is_closed_are_named(transport):
+    for rank, (without_group, closed) in enumerate(run_ranks(ended, 3, transport)):
+        assert closed[0] == "RuntimeError"
+        if transport == "multicast":  # uses the group at set-up only
+            assert without_group is None
+            assert closed[1] == "the multicast transport is closed"
+        else:
+            assert without_group[0] == "RuntimeError"
+            assert without_group[1].startswith(f"the process group was destroyed on rank {rank}")
+            assert "an earlier exchange broke off" in closed[1]
+
+
+def closed(rank, world_size):
+    model = nb.CodedDataParallel(mlp(), 2, "broadcast")
+    x, y = model.split(*batch(0, 12))
+    model.transport.close()
+    return refusal(lambda: loss_of(model(x), y).backward())
+
+
+def test_nothing_is_sent_through_a_closed_transport():
+    assert run_ranks(closed, 3) == [("RuntimeError", "the broadcast transport is closed")] * 3
 
 
 def among_some(rank, world_size):
@@ -206,5 +241,5 @@ def test_ctrl_c_in_an_exchange_ends_it_on_all_ranks_although_the_process_lives_o
             assert f"the exchange broke off on rank {rank}: another rank has ended, was stopped" in told[1]
         assert then == (
             "RuntimeError",
-            "there is no exchange any more: an earlier one broke off; wrap the model anew on all ranks",
+            "an earlier exchange broke off, so there can be no other; wrap the model again on all ranks",
         )

@@ -100,8 +100,8 @@ class Assignment:
                 f"group={_listed(fit)}" if fit else f"redundancy={_listed(less)}" if less else "redundancy=1, group=1"
             )
             raise ValueError(
-                f"{r} of {g} nodes make {math.comb(g, r):,} combinations, and a mini-batch as many blocks, more than "
-                f"{MAX_BLOCKS}; use {advice}"
+                f"redundancy={r} among {g} nodes cuts a mini-batch into {math.comb(g, r):,} blocks, and "
+                f"{MAX_BLOCKS} are allowed; use {advice}"
             )
         if self.shares:
             check_shares(self.shares, n, g, r)

@@ -166,8 +166,9 @@ class BlockAverage:
             self.unit.refit(magnitude)
             if self.unit.reach > before and not self.unit.follows:
                 log.warning(
-                    "step %d: a block contributes %.3g to the average gradient, out of reach of %.3g; the span is %d "
-                    "times as wide until gradients are small again, and this step is exchanged again",
+                    "step %d: a block contributes %.3g to the average gradient, more than the %.3g that the span "
+                    "allows. The span is now %d times as wide until gradients are small again, and this step is "
+                    "exchanged again",
                     self.step, magnitude, before, round(self.unit.reach / before),
                 )  # fmt: skip
             magnitude = self._exchange.run(self.step, samples)

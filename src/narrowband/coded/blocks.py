@@ -101,7 +101,10 @@ class Run:
 
     def _backward(self, tensors: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         if not self._blocks:
-            raise RuntimeError("backward a second time: the blocks' graphs are freed, retain_graph=True or not")
+            raise RuntimeError(
+                "backward was called a second time on the same outputs, whose graphs the first one freed, even with "
+                "retain_graph=True; call the model again"
+            )
         blocks, self._blocks = self._blocks, []
         weight = self._rows / self._samples
         if self._average.is_given:  # this rank was lost; others have computed the contributions of these blocks

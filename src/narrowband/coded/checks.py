@@ -43,18 +43,22 @@ def check_model(module: nn.Module) -> torch.device:
         if isinstance(child, NORMS) and child.training:
             if child.track_running_stats:
                 raise UnsupportedError(no_batch_norm(name, child))
-            log.warning("%s is a %s: its statistics are those of one block", name, type(child).__name__)
+            log.warning(
+                "%s is a %s, which normalizes each block of the mini-batch by itself", name, type(child).__name__
+            )
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            raise UnsupportedError(f"{name} has sparse gradients, which have no fixed places; use sparse=False")
+            raise UnsupportedError(f"{name} has sparse gradients, which cannot be coded; use sparse=False")
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise UnsupportedError("the model has no parameter that requires a gradient: there is nothing to average")
     odd = [name for name, p in trained.items() if p.is_complex()]
     if odd:
-        raise UnsupportedError(f"gradients are real numbers here; these parameters are complex: {', '.join(odd)}")
+        raise UnsupportedError(
+            f"only real gradients can be averaged, and these parameters are complex: {', '.join(odd)}"
+        )
     devices = {p.device for p in trained.values()}
     if len(devices) > 1:
-        raise UnsupportedError(f"the parameters are on several devices: {', '.join(sorted(map(str, devices)))}")
+        raise UnsupportedError(f"the parameters must be on one device, not on {', '.join(sorted(map(str, devices)))}")
     return devices.pop()
 
 
@@ -63,29 +67,29 @@ def check_failures(
 ) -> None:
     """Raise ValueError or UnsupportedError if the arguments about lost ranks cannot be combined."""
     if max_failures not in (0, 1):
-        raise ValueError(f"max_failures={max_failures!r} is neither 0 nor 1")
+        raise ValueError(f"max_failures={max_failures!r}; expected 0 or 1")
     if max_failures and redundancy < 2:
         raise ValueError(
-            f"max_failures=1 takes redundancy=2 or more, not {redundancy}: what one rank alone computes is lost with it"
+            f"max_failures=1 needs redundancy=2 or more, not {redundancy}: a block that only one rank computes is "
+            "lost with that rank"
         )
     if not 0 < silence_timeout < math.inf:
-        raise ValueError(f"silence_timeout={silence_timeout!r} is no number of seconds above 0")
+        raise ValueError(f"silence_timeout={silence_timeout!r}; expected seconds above 0")
     if rejoin_steps < 0:
-        raise ValueError(f"rejoin_steps={rejoin_steps!r} is no number of steps")
+        raise ValueError(f"rejoin_steps={rejoin_steps!r}; expected a number of steps, 0 or more")
     if not isinstance(transport, str) and transport.max_failures != max_failures:
         raise UnsupportedError(
-            f"max_failures={max_failures}, but the transport, {transport.name}, has {transport.max_failures}; "
-            "Multicast(group, silence_timeout=..., max_failures=1) is one that goes on without a rank"
+            f"max_failures={max_failures}, but the transport, {transport.name}, has "
+            f"max_failures={transport.max_failures}; use Multicast(group, silence_timeout=..., max_failures=1)"
         )
 
 
 def no_batch_norm(name: str, child: nn.Module) -> str:
     """Return the error message for a norm over several samples."""
     return (
-        f"{name} is a {type(child).__name__} in training: it would normalize by one block of the mini-batch at a time, "
-        "and its running averages would be those of other samples on every rank. SyncBatchNorm is no way out: ranks "
-        "compute different blocks at a time, so what it would add up is no statistic of the mini-batch. Use GroupNorm "
-        "or LayerNorm, or freeze it with .eval()"
+        f"{name} is a {type(child).__name__} in training mode. It would normalize each block of the mini-batch by "
+        "itself, and its running averages would differ between ranks. SyncBatchNorm does not help: ranks compute "
+        "different blocks at the same time. Use GroupNorm or LayerNorm, or freeze it with .eval()"
     )
 
 
@@ -93,9 +97,9 @@ def other_parameters(changed: Sequence[str]) -> str:
     """Return the error message for parameters that were frozen or thawed after set-up."""
     return (
         f"requires_grad of {', '.join(changed[:3])}{' …' if len(changed) > 3 else ''} has changed since the model was "
-        "wrapped, and what is averaged was settled then. Wrap it anew on all ranks, as in "
-        "CodedDataParallel(model.module, ...), whenever parameters are frozen or thawed; or leave requires_grad as it "
-        "was, and take the parameters that are to rest out of the optimizer"
+        "wrapped. After freezing or thawing parameters, wrap the model again on all ranks: "
+        "CodedDataParallel(model.module, ...). Or leave requires_grad unchanged, and remove the parameters that should "
+        "not be trained from the optimizer"
     )
 
 
@@ -116,9 +120,9 @@ def check_agreement(arguments: dict[str, Any], module: nn.Module, group: dist.Pr
         if differs:
             raise ValueError(
                 f"ranks 0 and {rank} differ in {', '.join(differs[:3])}{' …' if len(differs) > 3 else ''}: "
-                f"{first.get(differs[0], 'none')!r} and {theirs.get(differs[0], 'none')!r}. All ranks have to begin "
-                "with the same arguments and the same model, to the bit: the same seed before it is made, or the same "
-                "checkpoint"
+                f"{first.get(differs[0], 'none')!r} and {theirs.get(differs[0], 'none')!r}. All ranks must start "
+                "with the same arguments and the same model, to the bit: set the same seed before the model is "
+                "created, or load the same checkpoint"
             )
 
 
@@ -129,13 +133,13 @@ def check_extra_state(state: object) -> None:
     wanted = {"step", "exponent", "limit", "assignment", "lengths"}
     if not isinstance(state, Mapping) or (lacking := wanted - state.keys()):
         what = f"lacks {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else f"is {type(state).__name__}"
-        raise ValueError(f"this is no state of CodedDataParallel: it {what}")
+        raise ValueError(f"the state is not one of CodedDataParallel: it {what}")
     if not isinstance(state["assignment"], str):
-        raise ValueError(f"the state has {state['assignment']!r} for assignment, and words belong there")
+        raise ValueError(f"assignment is {state['assignment']!r} in the state; expected a string")
     lengths = state["lengths"]
     if not isinstance(lengths, Mapping) or not all(type(x) is int and x > 0 for pair in lengths.items() for x in pair):
-        raise ValueError(f"the state has {lengths!r} for lengths, and numbers of rows and of samples belong there")
+        raise ValueError(f"lengths is {lengths!r} in the state; expected a dict of numbers of rows to samples")
     ranges = {"step": (0, 1 << 62), "limit": (1, 1 << 31), "exponent": EXPONENTS}
     for name, (least, most) in ranges.items():
         if type(state[name]) is not int or not least <= state[name] <= most:
-            raise ValueError(f"the state has {state[name]!r} for {name}, and a number from {least} on belongs there")
+            raise ValueError(f"{name} is {state[name]!r} in the state; expected a whole number from {least} to {most}")

@@ -61,10 +61,10 @@ class FixedPoint:
 
     def __init__(self, bits: int, span: Span | None, blocks: int) -> None:
         if bits not in DTYPES:
-            raise ValueError(f"bits={bits} is none of {', '.join(map(str, DTYPES))}")
+            raise ValueError(f"bits={bits}; expected one of {', '.join(map(str, DTYPES))}")
         span = (_PAPERS_SPAN if bits == 32 else "auto") if span is None else span
         if span != "auto" and not 0 < span < math.inf:
-            raise ValueError(f"span={span!r} is neither 'auto' nor a positive number")
+            raise ValueError(f"span={span!r}; expected 'auto' or a positive number")
         self.dtype = DTYPES[bits]
         self.follows, self._headroom = span == "auto", _HEADROOM[bits]
         largest = (2**31 - 1) // blocks if bits == 32 else 2 ** (bits - 1) - 1

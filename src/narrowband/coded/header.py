@@ -91,20 +91,24 @@ def conclusion(headers: Mapping[int, Header], rank: int, assignment: Assignment)
 def what_differs(trouble: int, headers: Mapping[int, Header], assignment: Assignment) -> str:
     """Return the error message for a header's ``trouble``."""
     if trouble == OUT_OF_STEP:
-        places = {node: (header.step, header.samples, header.exponent) for node, header in headers.items()}
+        places = (
+            f"rank {node}: step {header.step}, {header.samples} samples, exponent {header.exponent}"
+            for node, header in headers.items()
+        )
         return (
-            "ranks are not in the same step; of each rank its step, the samples of its mini-batch and the exponent "
-            f"of its unit: {places}"
+            "ranks are not in the same step. Each rank's step, samples of the mini-batch and exponent of the unit: "
+            f"{'; '.join(places)}. Call backward equally often on all ranks, with the same mini-batches"
         )
     return (
-        f"block {trouble - 1} of the mini-batch has other gradients on some of the ranks that computed it, "
-        f"{assignment.holders[trouble - 1]}, and packets of them cannot be taken apart. They have to be equal "
-        "to the bit. Either the loss rounds: on CPUs exponentials and logarithms of single elements, as in "
-        "BCEWithLogitsLoss, depend on where in the batch the element is, which is not the same on all ranks. Then "
-        "compute the loss of each sample inside of the model, and outside only .mean(). Or ranks differ: it takes the "
-        "same samples, weights, versions, threads and kind of processor on all of them, a loss that is a mean over "
-        "rows, and no randomness but that of torch's own generators: compress_activations takes granularity=256 and "
-        "rounding='nearest', and a Boundary a codec that draws nothing and has no feedback"
+        f"the gradients of block {trouble - 1} of the mini-batch differ between the ranks that computed it, "
+        f"{assignment.holders[trouble - 1]}, and they must be equal to the bit. Possible causes: "
+        "(1) The loss rounds. On CPUs, exponentials and logarithms of single elements, as in BCEWithLogitsLoss, depend "
+        "on the element's place in the batch, which differs between ranks: compute the loss of each sample inside of "
+        "the model, and only .mean() outside. (2) The loss is not a plain mean over rows: class weights, ignore_index "
+        "and comparisons of samples depend on the other rows of a rank. (3) Ranks differ in samples, weights, number "
+        "of forward passes, versions, threads or kind of processor. (4) Random numbers are not from torch's own "
+        "generators: use compress_activations with granularity=256 and rounding='nearest', and a Boundary with a codec "
+        "that draws no random numbers and has no feedback"
     )
 
 

@@ -313,7 +313,10 @@ class CodedDataParallel(nn.Module):
         leaves = tree_flatten((args, kwargs))[0]
         rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            raise UnsupportedError("inputs that want gradients cannot be cut into blocks; move what makes them inside")
+            raise UnsupportedError(
+                "an input requires a gradient, which would be lost when it is cut into blocks; compute it inside of "
+                "the wrapped module, or detach it"
+            )
         samples = self._samples_of(rows)
         finish = functools.partial(self._finish, samples, syncs=self._syncs)
         run = Run(self._trained, self._average, samples, rows, finish, self._drop)
@@ -337,10 +340,11 @@ class CodedDataParallel(nn.Module):
             return self._lengths[rows]
         blocks = self.assignment.blocks_per_node
         if self.assignment.shares or rows == 0 or rows % blocks:
-            of_blocks = "those of a mini-batch" if self.assignment.shares else f"{blocks} blocks of equally many"
+            even = f"cannot be cut into {blocks} blocks of equal size"
+            why = "are not this rank's part of a mini-batch" if self.assignment.shares else even
             raise ValueError(
-                f"the batch has {rows} rows, which are not {of_blocks}: take batches from model.sampler(...) or "
-                "model.split(...), and evaluate under torch.no_grad()"
+                f"the batch has {rows} rows, which {why}: take batches from "
+                "model.sampler(...) or model.split(...), and evaluate under torch.no_grad()"
             )
         return rows // blocks * self.assignment.blocks
 

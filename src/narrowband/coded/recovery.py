@@ -209,13 +209,13 @@ class Recovery:
     def _ask_to_return(self, step: int) -> None:
         try:
             if not self._rejoin_steps:
-                raise RanksLostError("no rank is let back in", (self._rank,))
+                raise RanksLostError("rejoin_steps=0 lets no rank back in", (self._rank,))
             self._transport.rejoin()
         except RanksLostError as error:
             raise RanksLostError(
-                f"in step {step} the other ranks go on without this one, which was silent for too long: "
-                "what it computes has no part in their training any more. To have it back, restart all ranks "
-                f"from a checkpoint ({error})",
+                f"in step {step} the other ranks go on without this one, which was silent for too long, "
+                "and do not use what it computes. To bring it back, restart all ranks from a checkpoint "
+                f"({error})",
                 error.ranks,
             ) from error
 

@@ -143,7 +143,7 @@ class LabConfig:
                 raise ValueError(f"{name} is {value}; expected {low} to {high}")
         if self.ranks > MAX_NODES:
             raise ValueError(
-                f"nodes={self.nodes} with per_node={self.per_node} make {self.ranks} ranks, of {MAX_NODES}"
+                f"nodes={self.nodes} with per_node={self.per_node} make {self.ranks} ranks, more than {MAX_NODES}"
             )
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"timeout_s is {self.timeout_s}; expected seconds above 0, or None to wait for ever")

@@ -44,22 +44,26 @@ class Broadcast(Transport):
         if dist.get_backend(group) == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._asked: dict[tuple[tuple[Range, ...], ...], list[list[Range]]] = {}
+        self._ended = ""  # why there are no more exchanges
 
     def exchange(self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted) -> None:
         check_exchange(outgoing, incoming, wanted, self._rank, len(self._ranks))
         if self._group is None:
-            raise RuntimeError(
-                "there is no exchange any more: an earlier one broke off; wrap the model anew on all ranks"
-            )
+            raise RuntimeError(self._ended)
         try:
             self._exchange(outgoing, incoming, wanted, self._group)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # the frames hold references to the group
             self._end()
+            if isinstance(error, ValueError):  # PyTorch does not know the group
+                raise RuntimeError(
+                    f"the process group was destroyed on rank {self._rank}, and the broadcast transport sends through "
+                    "it; destroy it after the last step"
+                ) from error
             if isinstance(error, RuntimeError):
                 raise RuntimeError(
                     f"the exchange broke off on rank {self._rank}: another rank has ended, was stopped, or did not "
-                    f"answer in time ({error}); wrap the model anew on all ranks, and go on from a checkpoint"
+                    f"answer in time ({error}); wrap the model again on all ranks, and go on from a checkpoint"
                 ) from error
             raise
 
@@ -84,10 +88,12 @@ class Broadcast(Transport):
 
     def close(self) -> None:
         self._asked.clear()
+        self._group, self._ended = None, self._ended or "the broadcast transport is closed"
 
     def _end(self) -> None:
         """Let go of the group: when nobody holds it, gloo's connections are closed. NCCL looks after its own."""
         group, self._group = self._group, None
+        self._ended = "an earlier exchange broke off, so there can be no other; wrap the model again on all ranks"
         if group is not dist.group.WORLD and self.device.type == "cpu":
             with contextlib.suppress(RuntimeError, ValueError):  # somebody else has ended it
                 dist.destroy_process_group(group)

@@ -122,12 +122,12 @@ def check_exchange(outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: 
     for tensor in (outgoing, *incoming):
         if tensor is not None and (tensor.dtype != torch.uint8 or not tensor.is_contiguous() or tensor.ndim != 1):
             raise ValueError(
-                f"buffers are flat, contiguous and uint8, not {tensor.dtype} of shape {tuple(tensor.shape)}"
+                f"buffers must be flat, contiguous and uint8, not {tensor.dtype} of shape {tuple(tensor.shape)}"
             )
     for k, ranges in enumerate(wanted):
         buffer, end = incoming[k], 0
         if buffer is None and k != rank:
-            raise ValueError(f"incoming[{k}] is None, and only a rank's own entry may be")
+            raise ValueError(f"incoming[{k}] is None; only rank {rank}'s own entry may be None")
         for start, stop in ranges:
             if buffer is None or not end <= start < stop <= buffer.numel():
                 nbytes = 0 if buffer is None else buffer.numel()

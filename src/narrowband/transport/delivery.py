@@ -214,7 +214,7 @@ class Receiving:
         if len(payload) != min(self._chunk_bytes, len(buffer) - start):
             raise MismatchError(
                 f"rank {sender} sends a buffer of another size than the {len(buffer)} bytes that this rank expects: "
-                f"its chunk {index} has {len(payload)} bytes. All ranks have to make the same exchanges"
+                f"its chunk {index} has {len(payload)} bytes. All ranks must make the same exchanges"
             )
         passed = self.progress[sender]
         if index >= passed:

@@ -95,9 +95,9 @@ class EventLoop:
             raise self.error
         if self._closing:
             raise RuntimeError("the multicast transport is closed")
-        self._posted = request
-        self._call()
         try:
+            self._posted = request
+            self._call()
             while not request.done.wait(1.0) and self._thread.is_alive():
                 pass
         except BaseException:  # such as KeyboardInterrupt: the thread must not write into the buffers any more

@@ -52,10 +52,10 @@ def connect(
             be had.
     """
     if name not in TRANSPORTS:
-        raise ValueError(f"transport={name!r} is none of {', '.join(TRANSPORTS)}")
+        raise ValueError(f"transport={name!r}; expected one of {', '.join(TRANSPORTS)}")
     if name == "broadcast" and max_failures:
         raise UnsupportedError(
-            f"max_failures={max_failures} takes transport='multicast': a process group cannot go on without one of its "
+            f"max_failures={max_failures} needs transport='multicast': a process group cannot go on without one of its "
             "members"
         )
     if name == "broadcast" or (name == "auto" and dist.get_world_size(group) <= 2 and not max_failures):
@@ -67,7 +67,7 @@ def connect(
         if name == "multicast":
             raise
         if max_failures:
-            raise UnsupportedError(f"max_failures={max_failures} takes multicast, and {error}") from error
+            raise UnsupportedError(f"max_failures={max_failures} needs multicast, but {error}") from error
         if dist.get_rank(group) == 0:
-            log.warning("every packet is sent to each rank that needs it, by broadcast: %s", error)
+            log.warning("packets are sent by broadcast, once for each rank that needs them: %s", error)
         return Broadcast(group)

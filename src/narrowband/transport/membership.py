@@ -137,8 +137,8 @@ class Membership:
             limit_s = limits.silence_timeout if silent else limits.timeout_s
             words = "; ".join(self._last_word(peer, now) for peer in lost)
             raise RanksLostError(
-                f"{names_of(lost)} brought nothing for {limit_s:g} s in exchange {number % VIEW}: {words}"
-                + "; or this rank is the one that is cut off" * (len(lost) > 1),
+                f"{names_of(lost)} delivered nothing for {limit_s:g} s in exchange {number % VIEW}: {words}"
+                + "; or this rank itself is cut off" * (len(lost) > 1),
                 lost,
             )
 
@@ -148,7 +148,7 @@ class Membership:
             return f"rank {peer} was never heard"
         if now - heard_at > SILENCE_S:
             return f"rank {peer} was last heard {now - heard_at:.1f} s ago, so it is dead or cut off"
-        return f"rank {peer} answers, so it is late or at something else"
+        return f"rank {peer} answers, so it is alive and has not come to this exchange"
 
     # ---- a rank is lost ----------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Membership:
         elif ranks == self.lost:
             return
         else:
-            error = RanksLostError(f"{names_of(ranks)} lost, says rank {datagram.sender}", ranks)
+            error = RanksLostError(f"rank {datagram.sender} reports the loss of {names_of(ranks)}", ranks)
         self.verdict = -1, error
 
     def hear_goodbye(self, datagram: Datagram) -> None:
@@ -212,10 +212,10 @@ class Membership:
             return
         if self._rank in ranks:
             error = RuntimeError(
-                f"rank {datagram.sender} waited {self.limits.timeout_s:g} s or less for this rank and gave up"
+                f"rank {datagram.sender} gave up waiting for this rank, after {self.limits.timeout_s:g} s or less"
             )
         else:
-            error = RanksLostError(f"{names_of(ranks)} lost, says rank {datagram.sender}", ranks)
+            error = RanksLostError(f"rank {datagram.sender} reports the loss of {names_of(ranks)}", ranks)
         self.verdict = datagram.exchange, error
 
     # ---- a lost rank returns -----------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Membership:
             self.asked_at = now
         elif self.verdict is None:
             ranks = (datagram.sender,)
-            self.verdict = -1, RanksLostError(f"{names_of(ranks)} lost: it says that it was cut off", ranks)
+            self.verdict = -1, RanksLostError(f"{names_of(ranks)} is lost, and reports that it was cut off", ranks)
 
     def readmit(self) -> None:
         """Let all ranks take part from now on."""

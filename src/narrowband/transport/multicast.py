@@ -60,7 +60,8 @@ class Multicast(Transport):
         max_failures: how many ranks may be lost such that exchanges go on without them, 0 or 1.
         readmits: whether a lost rank that is alive may take part again.
         early_bytes: how many bytes are kept of an exchange that this rank has not begun.
-        probe_s: seconds for which ranks listen for each other when the transport is created.
+        probe_s: seconds for which ranks listen for each other when the transport is created; twice, if not all are
+            heard at first.
 
     Raises:
         UnsupportedError: multicast does not reach all ranks; or ``max_failures`` with fewer than three ranks, of which
@@ -103,7 +104,10 @@ class Multicast(Transport):
         if not 1 <= ttl <= 255:
             raise ValueError(f"ttl is {ttl}; expected 1 to 255")
         if max_failures and dist.get_world_size(group) < 3:
-            raise UnsupportedError(f"of {dist.get_world_size(group)} ranks none can be lost and be known to be: use 3")
+            raise UnsupportedError(
+                f"max_failures=1 needs 3 ranks or more, not {dist.get_world_size(group)}: of two, "
+                "neither could know which one is cut off"
+            )
         session, opened = open_session(group, interface=interface, mtu=mtu, ttl=ttl, wait_s=probe_s)
         self._rank, self._size = session.rank, session.world_size
         self.max_failures, self.readmits = max_failures, bool(max_failures and readmits)
@@ -155,7 +159,7 @@ class Multicast(Transport):
         """
         check_exchange(outgoing, incoming, wanted, self._rank, self._size)
         if gone := tuple(rank for rank in self.lost if wanted[rank]):
-            raise RanksLostError(f"{names_of(gone)} lost before, and nothing can be wanted of it", gone)
+            raise RanksLostError(f"{names_of(gone)} was lost before; wanted must be empty for it", gone)
         self._loop.exchange(_bytes_of(outgoing), [_bytes_of(buffer) for buffer in incoming], wanted)
 
     def close(self) -> None:

@@ -26,6 +26,8 @@ _GROUPS = "239.255.{}.{}"
 _PORTS = range(49152, 65536)  # for private use (RFC 6335)
 _HELLO_S = 0.02
 _GOODBYES = 3
+#: How often ranks listen. A rank whose process stood still may have missed the others, and they it.
+_ATTEMPTS = 2
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def open_session(
         interface: name or IPv4 address of this rank's network card; None: see :func:`find_interface`.
         mtu: largest IP packet to send, in bytes; None: the card's MTU.
         ttl: 1 stays on the link; with t, up to t − 1 routers forward it.
-        wait_s: seconds for which ranks listen for each other.
+        wait_s: seconds for which ranks listen for each other; twice, if not all are heard at first.
 
     Raises:
         UnsupportedError: multicast does not reach all ranks; the message says from whom to whom.
@@ -87,7 +89,7 @@ def open_session(
     chunk_bytes = min(each["chunk_bytes"] for each in proposals)
     places = [set(each["place"]) for each in proposals]
     shares_host = any(places[other] & places[rank] for other in range(size) if other != rank)
-    heard, receive_buffer = [False] * size, 0
+    receive_buffer = 0
     opened: MulticastSocket | None = None
     try:
         assert card is not None
@@ -96,16 +98,21 @@ def open_session(
         )
         receive_buffer = opened.receive_buffer
     except OSError as error:
-        failure = f"{card.name} ({card.address}) takes no part in multicast: {error}" if card else str(error)
+        failure = f"{card.name} ({card.address}) does not support multicast: {error}" if card else str(error)
     try:
         _refuse(_gather(group, failure))  # all sockets are open, or all ranks raise, before any rank sends
         assert opened is not None
-        try:
-            heard = _listen(opened, Framing(chosen["key"], rank, size), chunk_bytes, wait_s)
-        except OSError as error:
-            failure = f"cannot send to {chosen['group']}: {error}"
-        reports = _gather(group, {"heard": heard, "failure": failure, "receive_buffer": receive_buffer})
-        _refuse([_complaint(report, proposals) for report in reports])
+        for _ in range(_ATTEMPTS):
+            heard, failure = [False] * size, ""
+            try:
+                heard = _listen(opened, Framing(chosen["key"], rank, size), chunk_bytes, wait_s)
+            except OSError as error:
+                failure = f"cannot send to {chosen['group']}: {error}"
+            reports = _gather(group, {"heard": heard, "failure": failure, "receive_buffer": receive_buffer})
+            complaints = [_complaint(report, proposals) for report in reports]
+            if not any(complaints):
+                break
+        _refuse(complaints)
     except BaseException:
         if opened is not None:
             opened.close()
@@ -144,7 +151,7 @@ def _complaint(report: dict[str, Any], proposals: list[dict[str, Any]]) -> str:
     if not silent:
         return ""
     names = ", ".join(f"{other} ({proposals[other]['place'][1]})" for other in silent)
-    return f"nothing came from rank {names}"
+    return f"received nothing from rank {names}"
 
 
 def _listen(opened: MulticastSocket, framing: Framing, chunk_bytes: int, wait_s: float) -> list[bool]:

@@ -194,7 +194,7 @@ class Repair:
             return
         status = Status.unpack(datagram.payload, self._size)
         if status is None:
-            raise RuntimeError(f"rank {peer} sends statuses that cannot be read: it runs another version")
+            raise RuntimeError(f"cannot read the status of rank {peer}: it runs another version of narrowband")
         serials[peer] = datagram.index
         floor, waiting = sending.floor, peer in sending.waiting
         advanced, trip_s = sending.heard(peer, status.progress[self._rank], status.complete[self._rank], now)

@@ -85,7 +85,7 @@ def find_interface(wanted: str | None = None) -> Interface:
     if len(others) == 1:
         return others[0]
     raise UnsupportedError(
-        f"which network card reaches the other ranks is not known (this host has {shown}): give interface= its name, "
+        f"cannot tell which network card reaches the other ranks (this host has {shown}): pass its name as interface=, "
         "or set GLOO_SOCKET_IFNAME"
     )
 
