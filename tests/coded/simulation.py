@@ -10,6 +10,7 @@ import torch
 
 from narrowband.coded.average import BlockAverage
 from narrowband.transport.contract import Transport, check_exchange
+from tests.transport.exchanges import LIMIT_S
 
 
 class Simulation:
@@ -18,7 +19,7 @@ class Simulation:
     def __init__(self, nodes):
         self.nodes = nodes
         self.buffers = [None] * nodes
-        self.barrier = threading.Barrier(nodes, timeout=180)
+        self.barrier = threading.Barrier(nodes, timeout=LIMIT_S)
         self.sent = [0] * nodes  # once per sender
         self.received = [0] * nodes
 

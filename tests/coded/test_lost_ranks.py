@@ -7,26 +7,26 @@ import os
 import pickle
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, get_context
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import narrowband as nb
-from narrowband.transport import Broadcast, probe
+from narrowband.transport import Broadcast
 from narrowband.transport.contract import RanksLostError
 from narrowband.transport.sockets import MulticastSocket
 from tests.coded.training import batch, flat, loss_of, mlp
 from tests.gradients.training import refusal
 from tests.ranks import run_ranks
 from tests.thorough import thorough
-from tests.transport.exchanges import LIMIT_S, PATIENCE_S, Cut, Deaf, capture
+from tests.transport.exchanges import LIMIT_S, SHORT_S, Cut, Deaf, Patient, capture, faults, wait_for
 
 WORLD, STEPS, SAMPLES = 4, 8, 30
 
@@ -76,8 +76,8 @@ class Script:
 
     Attributes:
         fates: of a rank, the step before which it is killed, or after how many datagrams from there on.
-        naps: of a (rank, step), the seconds that it sleeps.
-        cuts: of a (rank, step), the seconds for which its card neither sends nor receives.
+        killed: the rank that the test kills at any time.
+        cuts: (rank, step) from which on a card neither sends nor receives, until the test releases the rank.
         stops: (rank, step) that stop themselves, until the test continues them.
         holds: (rank, step) that wait until the test releases them.
         waits: of a rank, the step from which on it waits, before each step, while a lost rank does not ask to return.
@@ -85,12 +85,20 @@ class Script:
     """
 
     fates: dict[int, tuple[int, int]] = field(default_factory=dict)
-    naps: dict[tuple[int, int], float] = field(default_factory=dict)
-    cuts: dict[tuple[int, int], float] = field(default_factory=dict)
+    killed: int | None = None
+    cuts: set[tuple[int, int]] = field(default_factory=set)
     stops: set[tuple[int, int]] = field(default_factory=set)
     holds: set[tuple[int, int]] = field(default_factory=set)
     waits: dict[int, int] = field(default_factory=dict)
     rejoin_steps: int = 16
+
+    def losable(self, rank, step):
+        """The ranks that others may find lost in a step: all others if this rank is cut off itself."""
+        if (rank, step) in self.cuts:
+            return frozenset(range(WORLD))
+        found = {other for other, at in self.cuts | self.stops if at == step}
+        found |= {other for other, (at, _) in self.fates.items() if at <= step <= at + 1}
+        return frozenset(found | ({self.killed} - {None}))
 
 
 def live(pipe, rank, store, script):
@@ -100,12 +108,16 @@ def live(pipe, rank, store, script):
     def tell(message):
         pipe.send_bytes(pickle.dumps(message))  # tensors' contents, not their places in shared memory
 
+    def is_released():
+        pipe.recv_bytes()
+        Cut.is_cut = False
+
     torch.set_num_threads(1)
     limit = timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=limit)
-    with patch.object(probe, "MulticastSocket", KilledOrCut):
+    with faults(KilledOrCut):
         model = nb.CodedDataParallel(
-            mlp(dropout=0.2), 2, max_failures=1, silence_timeout=PATIENCE_S, rejoin_steps=script.rejoin_steps
+            mlp(dropout=0.2), 2, max_failures=1, silence_timeout=SHORT_S, rejoin_steps=script.rejoin_steps
         )
     dist.destroy_process_group()  # nothing of it is needed from here on
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -113,15 +125,16 @@ def live(pipe, rank, store, script):
         try:
             for step in range(STEPS):
                 tell(step)
-                time.sleep(script.naps.get((rank, step), 0.0))
+                Patient.losable = script.losable(rank, step)
                 if (rank, step) in script.stops:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if (rank, step) in script.holds:
-                    pipe.recv_bytes()
-                while step >= script.waits.get(rank, STEPS) and model.lost and not model.transport.returning:
-                    time.sleep(0.01)
+                    is_released()
+                if step >= script.waits.get(rank, STEPS):
+                    wait_for(lambda: not model.lost or model.transport.returning)
                 if (rank, step) in script.cuts:
-                    Cut.until = time.monotonic() + script.cuts[rank, step]
+                    Cut.is_cut = True
+                    threading.Thread(target=is_released, daemon=True).start()
                 at, datagrams = script.fates.get(rank, (None, 0))
                 if at == step:
                     KilledWhileSending.left = datagrams
@@ -210,17 +223,17 @@ def assert_undisturbed(answers, expected, lost):
 )
 def test_no_step_is_lost_with_a_rank_that_is_killed(tmp_path, expected, lost, step, datagrams):
     others = [rank for rank in range(WORLD) if rank != lost]
-    slow = {(others[-1], step): 1.5 * PATIENCE_S} if not datagrams else {}  # computes while others wait: not lost
-    with training(tmp_path, fates={lost: (step, datagrams)}, naps=slow) as ranks:
+    with training(tmp_path, fates={lost: (step, datagrams)}) as ranks:
         assert_undisturbed(ranks.answers(others), expected, lost)
         assert ranks.answers([lost]) == ["died"]
 
 
 def test_no_step_is_lost_with_a_rank_that_is_killed_at_any_time(tmp_path, expected):
-    with training(tmp_path) as ranks:
+    with training(tmp_path, killed=1, holds={(0, STEPS - 1)}) as ranks:
         ranks.answers([1], until=lambda message: message == 2)
-        time.sleep(random.random() * 0.05)
+        time.sleep(random.random() * 0.05)  # in any step until the last
         ranks.signal(1, signal.SIGKILL)
+        ranks.release(0)
         assert_undisturbed(ranks.answers([0, 2, 3]), expected, 1)
 
 
@@ -263,7 +276,9 @@ def test_ranks_that_were_stopped_return_and_end_with_the_same_bits(tmp_path, exp
 
 
 def test_a_rank_that_was_cut_off_returns_and_ends_with_the_same_bits(tmp_path, expected):
-    with training(tmp_path, cuts={(1, 2): 2.5 * PATIENCE_S}, waits={0: 5}) as ranks:
+    with training(tmp_path, cuts={(1, 2)}, waits={0: 5}) as ranks:
+        ranks.answers([0], until=lambda message: message == 5)
+        ranks.release(1)
         said = {"rank 1 is lost": 1, "rank 1 is back": 1, "this one": 1, "cannot return": 0}
         assert_all_are_back(ranks.answers(range(WORLD)), expected, said)
 
@@ -292,7 +307,7 @@ def misuse(rank, world):
         refused(transport=Broadcast(dist.group.WORLD)),
         refused(redundancy=3),
     ]
-    with patch.object(probe, "MulticastSocket", Deaf):
+    with faults(Deaf):
         told.append(refused(transport="auto"))
     return told
 
@@ -301,14 +316,14 @@ def test_what_cannot_tolerate_a_loss_is_refused_alike_on_all_ranks():
     results = run_ranks(misuse, 3, timeout_s=LIMIT_S)
     assert results == [results[0]] * 3
     expected = [
-        ("ValueError", "max_failures=1 takes redundancy=2 or more, not 1"),
-        ("ValueError", "max_failures=2 is neither 0 nor 1"),
+        ("ValueError", "max_failures=1 needs redundancy=2 or more, not 1"),
+        ("ValueError", "max_failures=2; expected 0 or 1"),
         ("ValueError", "silence_timeout=0.0"),
         ("ValueError", "rejoin_steps=-1"),
-        ("UnsupportedError", "max_failures=1 takes transport='multicast'"),
-        ("UnsupportedError", "the transport, broadcast, has 0"),
+        ("UnsupportedError", "max_failures=1 needs transport='multicast'"),
+        ("UnsupportedError", "the transport, broadcast, has max_failures=0"),
         ("ValueError", "redundancy=3 must be at least 1 and less than"),
-        ("UnsupportedError", "max_failures=1 takes multicast, and multicast does not reach all ranks"),
+        ("UnsupportedError", "max_failures=1 needs multicast, but multicast does not reach all ranks"),
     ]
     for (kind, message), (expected_kind, part) in zip(results[0], expected, strict=True):
         assert (kind, part in message) == (expected_kind, True), message

@@ -14,7 +14,7 @@ from narrowband.coded.average import BlockAverage
 from narrowband.coded.coding import Around, Segment
 from narrowband.transport.contract import RanksLostError, Transport, check_exchange
 from tests.coded.simulation import averages_of, gradients_of, on_all
-from tests.transport.exchanges import capture
+from tests.transport.exchanges import LIMIT_S, capture
 
 SCHEMES = [(n, r, g) for n in range(3, 7) for r in range(2, n) for g in range(r, n + 1) if n % g == 0]
 
@@ -78,7 +78,7 @@ class Mortal(Transport):
         awaited = {k for k in range(self._nodes) if k != self._rank and k not in self._gone}
         closed = self._shared["closed"]
         with self._shared["news"]:
-            assert self._shared["news"].wait_for(lambda: awaited <= closed | set(here), 10), "they do not meet"
+            assert self._shared["news"].wait_for(lambda: awaited <= closed | set(here), LIMIT_S), "they do not meet"
             if missed := tuple(awaited - set(here)):
                 raise RanksLostError("closed", missed)
         for k in awaited:
@@ -124,7 +124,7 @@ def assert_same_steps(found, expected):
 
 #: Nodes, redundancy and group; bits and span; and what a test draws as it goes.
 FORMS = {
-    "numbers": st.sampled_from([(3, 2, 3), (4, 2, 4), (4, 3, 4), (4, 2, 2), (6, 2, 3)]),
+    "numbers": st.sampled_from([(3, 2, 3), (4, 2, 4), (4, 3, 4), (4, 2, 2), (5, 2, 5), (5, 3, 5), (6, 2, 3)]),
     "bits": st.sampled_from([32, 16]),
     "span": st.sampled_from([1.0, 1e-3, "auto"]),
     "data": st.data(),
@@ -196,7 +196,9 @@ class Absent(Transport):
             self._lose(turn=0)
         awaited = {k for k in range(self._nodes) if k != self._rank and k not in self._gone}
         with shared["news"]:
-            assert shared["news"].wait_for(lambda: awaited <= shared["closed"] | set(here), 10), f"no meeting in {view}"
+            assert shared["news"].wait_for(lambda: awaited <= shared["closed"] | set(here), LIMIT_S), (
+                f"no meeting in {view}"
+            )
             if missed := tuple(awaited - set(here)):
                 raise RanksLostError("closed", missed)
         for k in awaited:
@@ -223,7 +225,9 @@ class Absent(Transport):
         shared = self._shared
         with shared["news"]:
             is_in = lambda: self._returns + 1 in shared["views"]  # noqa: E731
-            assert shared["news"].wait_for(lambda: is_in() or shared["dropped"] or shared["closed"], 10), "never let in"
+            assert shared["news"].wait_for(lambda: is_in() or shared["dropped"] or shared["closed"], LIMIT_S), (
+                "never let in"
+            )
             if not is_in():
                 raise RanksLostError("dropped" if shared["dropped"] else "closed", (self._rank,))
         self._enter()
@@ -264,7 +268,7 @@ def test_a_node_that_returns_has_the_same_bits_wherever_it_was_lost(numbers, bit
 def test_checks_hold_when_a_rank_is_lost():
     a, numels = Assignment(4, 2), [16]
     for wrong, match in (
-        ("block", "block 3 of the mini-batch has other gradients"),
+        ("block", "the gradients of block 3 of the mini-batch differ"),
         ("samples", "not in the same step"),
     ):
         ends = mortals(4, 0, 1, set())

@@ -15,7 +15,7 @@ MISSING = requirements(LabConfig(nodes=1))
 needs_lab = pytest.mark.skipif(bool(MISSING), reason=" ".join(MISSING))
 
 
-LIMIT_S = 180.0  # only a lab that hangs takes this long; no test measures it
+LIMIT_S = 240.0  # only a lab that hangs takes this long; no test measures it
 
 
 def python(code: str, *arguments: str) -> list[str]:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import signal
-import time
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from narrowband.transport import RanksLostError
+from narrowband.transport.membership import Limits, Membership
 from narrowband.transport.multicast import Multicast
+from narrowband.transport.probe import Session
 from narrowband.transport.sockets import MulticastSocket
 from tests.ranks import run_ranks
-from tests.transport.exchanges import ETHERNET, LIMIT_S, content, everything, places, transport
-
-SHORT_S = 1.5  # after which a rank that is silent is lost
+from tests.transport.exchanges import (
+    ETHERNET,
+    LIMIT_S,
+    SHORT_S,
+    Patient,
+    content,
+    everything,
+    places,
+    transport,
+    wait_for,
+)
 
 
 class Dying(MulticastSocket):
@@ -36,18 +47,18 @@ def lose_a_rank(rank, world, how):
     outcome = []
     with transport(Dying, mtu=ETHERNET, timeout_s=SHORT_S) as multicast:
         multicast.exchange(content(rank, sizes[0]), places(rank, sizes), everything(rank, sizes))
+        Patient.losable = frozenset({1})
         if rank == 1:
             if how == "late":
-                time.sleep(2 * SHORT_S)
-            elif how == "killed":
-                Dying.left = 50
-            elif how == "silent":
-                Dying.left = 0
+                wait_for(lambda: multicast._members.verdict)
+            else:  # hears no one
+                Patient.losable = frozenset({0, 2})
+                Dying.left = 50 if how == "killed" else 0
         try:
             multicast.exchange(content(rank, sizes[0]), places(rank, sizes), everything(rank, sizes))
         except RuntimeError as error:
             outcome = [type(error), getattr(error, "ranks", None), str(error)]
-            with pytest.raises(RuntimeError, match=r"lost|brought nothing|gave up"):
+            with pytest.raises(RuntimeError, match=r"loss of|delivered nothing|gave up"):
                 multicast.exchange(content(rank, sizes[0]), places(rank, sizes), everything(rank, sizes))
     Dying.left = 1 << 60
     return outcome
@@ -61,11 +72,26 @@ def test_a_rank_that_brings_nothing_is_named_on_all_others(how):
         assert ranks == (1,)
         assert "rank 1" in message
     told = " ".join(message for _, _, message in (outcomes[0], outcomes[2]))
-    assert f"brought nothing for {SHORT_S:g} s in exchange 2" in told
+    assert f"delivered nothing for {SHORT_S:g} s in exchange 2" in told
     if how == "late":
-        assert "rank 1 answers, so it is late" in told
-        assert "waited" in outcomes[1][2]
-        assert "for this rank and gave up" in outcomes[1][2]
+        assert "gave up waiting for this rank" in outcomes[1][2]
+
+
+def test_a_rank_that_gives_signs_of_life_is_waited_for_and_one_that_is_late_is_told_from_one_that_is_dead():
+    session = Session(bytes(32), "", 0, 8, 0, rank=0, world_size=3)
+    link = SimpleNamespace(session=session)
+    members = Membership(link, Limits(timeout_s=100.0, silence_timeout=4.0, max_failures=0, readmits=False))
+    for second in range(1, 100):
+        members.hears(1, float(second))  # computes, and answers
+        members.check({1}, 1, 0.5, second + 0.9)
+    with pytest.raises(RanksLostError, match=r"nothing for 100 s in exchange 1: rank 1 answers, so it is alive"):
+        members.check({1}, 1, 0.5, 101.0)
+    with pytest.raises(RanksLostError, match=r"nothing for 4 s in exchange 1: rank 1 was last heard 5\.0 s ago"):
+        members.check({1}, 1, 60.0, 104.0)
+    with pytest.raises(RanksLostError, match="rank 2 was never heard"):
+        members.check({2}, 1, 60.0, 104.0)
+    members.attentive_since = 102.0  # this process itself was stopped
+    members.check({1, 2}, 1, 60.0, 104.0)
 
 
 def close_early(rank, world):
@@ -92,18 +118,21 @@ def interrupt(rank, world):
     sizes = [100_000] * world
     with transport(mtu=ETHERNET) as multicast:
         if rank == 0:
-            incoming = places(rank, sizes)
+            incoming, main = places(rank, sizes), threading.get_ident()
 
-            def on_alarm(*_):
-                raise KeyboardInterrupt
+            def press_ctrl_c():
+                wait_for(lambda: multicast._loop._request)
+                signal.pthread_kill(main, signal.SIGINT)
 
-            before = signal.signal(signal.SIGALRM, on_alarm)
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
+            presses = threading.Thread(target=press_ctrl_c)
+            presses.start()
             try:
                 with pytest.raises(KeyboardInterrupt):
                     multicast.exchange(content(rank, sizes[0]), incoming, everything(rank, sizes))
             finally:
-                signal.signal(signal.SIGALRM, before)
+                presses.join()
+                signal.signal(signal.SIGINT, before)
             with pytest.raises(RuntimeError, match="closed"):
                 multicast.exchange(content(rank, sizes[0]), incoming, everything(rank, sizes))
             dist.barrier()
@@ -116,6 +145,25 @@ def interrupt(rank, world):
 
 def test_after_ctrl_c_nothing_is_written_and_the_others_know():
     assert run_ranks(interrupt, 2, timeout_s=LIMIT_S) == [False, None]
+
+
+def interrupt_at_once(rank, world):
+    with transport() as multicast:
+        loop, call = multicast._loop, multicast._loop._call
+
+        def interrupted():
+            loop._call = call
+            raise KeyboardInterrupt
+
+        loop._call = interrupted  # before the caller waits
+        with pytest.raises(KeyboardInterrupt):
+            multicast.exchange(content(rank, 9), [None], [[]])
+        with pytest.raises(RuntimeError, match="closed"):
+            multicast.exchange(content(rank, 9), [None], [[]])
+
+
+def test_ctrl_c_at_the_very_beginning_of_an_exchange_ends_it():
+    run_ranks(interrupt_at_once, 1, timeout_s=LIMIT_S)
 
 
 def exchange_other_sizes(rank, world):
