@@ -168,12 +168,12 @@ def test_payloads_of_another_length_change_nothing(spec):
     assert [bits_of(ends.receiver._stores[KEY].row(i)) for i in (1, 2)] == before
 
 
-def test_a_damaged_part_is_refused():
-    ends, ids = Pair("topk:density=0.1,indices=int32"), torch.tensor([1])
-    ends.send(one_sample(1, 0)[None], ids)
-    payload = ends.sender.pack(KEY, torch.ones(1, *SHAPE), ends.codec, samples=ids, seed=0)
-    payload[-1] = 127
-    before = bits_of(ends.receiver._stores[KEY].row(1))
+def test_a_damaged_part_is_refused_and_no_sample_is_taken_in():
+    ends, ids = Pair("topk:density=0.1,indices=int32"), torch.tensor([2, 1])
+    ends.send(torch.stack([one_sample(2, 0), one_sample(1, 0)]), ids)
+    payload = ends.sender.pack(KEY, torch.ones(2, *SHAPE), ends.codec, samples=ids, seed=0)
+    payload[-1] = 127  # the part of the second sample
+    before = [bits_of(ends.receiver._stores[KEY].row(sample)) for sample in (1, 2)]
     with pytest.raises(nb.PayloadError):
-        ends.receiver.unpack(KEY, payload, torch.empty(1, *SHAPE), ends.codec, samples=ids, seed=0)
-    assert bits_of(ends.receiver._stores[KEY].row(1)) == before
+        ends.receiver.unpack(KEY, payload, torch.empty(2, *SHAPE), ends.codec, samples=ids, seed=0)
+    assert [bits_of(ends.receiver._stores[KEY].row(sample)) for sample in (1, 2)] == before

@@ -298,6 +298,41 @@ def test_a_payload_of_another_length():
         channel.unpack(torch.zeros(3, dtype=torch.uint8), torch.empty(SHAPE), At(0, 0))
 
 
+@every
+def test_a_damaged_payload_leaves_no_trace(spec):
+    """A good copy after it is taken as if the damaged one had never come."""
+    here, there = Channel(spec, seed=3), Channel(spec, seed=3)
+    for at in MESSAGES:
+        x = activation(at)
+        payload = here.pack(x, at, samples=samples_of(at), arrived=(known := torch.empty_like(x)))
+        damaged = [payload[:-4]]
+        if spec.startswith("topk") and "aq-sgd" not in spec:
+            damaged.append(payload.clone())
+            damaged[-1][-(payload.numel() // 4) :] = 255  # indices that lead out of the tensor
+        before = str((there.state_dict(), there.stats))
+        for broken in damaged:
+            with pytest.raises(nb.PayloadError):
+                there.unpack(broken, torch.empty_like(x), at, samples=samples_of(at))
+        assert str((there.state_dict(), there.stats)) == before
+        assert torch.equal(there.unpack(payload, torch.empty_like(x), at, samples=samples_of(at)), known)
+
+
+def test_a_damaged_payload_takes_no_places():
+    spec = "topk:density=0.1"
+    forward = [Channel(spec), Channel(spec)]
+    back = [Channel(f"{spec},reuse=forward", forward=channel) for channel in forward]
+    at, gradient = At(0, 0), activation(At(0, 1))
+    send(*forward, activation(at), at)
+    values = back[1].pack(gradient, at, arrived=(known := torch.empty_like(gradient)))
+    with pytest.raises(nb.PayloadError):
+        back[0].unpack(values[:-4], torch.empty_like(gradient), at)
+    assert torch.equal(back[0].unpack(values, torch.empty_like(gradient), at), known)
+
+
 def test_samples_are_needed():
+    channel, other, at = Channel("qsgd:bits=4+aq-sgd"), Channel("qsgd:bits=4+aq-sgd"), At(0, 0)
+    x = activation(at)
     with pytest.raises(ValueError, match=r"set \.samples"):
-        Channel("qsgd:bits=4+aq-sgd").pack(activation(At(0, 0)), At(0, 0))
+        channel.pack(x, at)
+    assert channel.stats == other.stats
+    assert torch.equal(channel.pack(x, at, samples=samples_of(at)), other.pack(x, at, samples=samples_of(at)))

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs import Identity
+from narrowband.codecs import Identity, SelectingCodec
 from narrowband.codecs.spec import check_keys
 from narrowband.errors import PayloadError, UnsupportedError
 from narrowband.feedback.base import SampleState
@@ -244,8 +244,8 @@ class AQSGD(SampleState):
             codec, samples, seed: the same as the sender's.
 
         Raises:
-            PayloadError: the length is not :meth:`payload_nbytes`, and no buffer has changed; or the codec cannot
-                decode a part, and the buffers of the samples before it have been updated.
+            PayloadError: the length is not :meth:`payload_nbytes`, or the codec cannot decode a part. No buffer has
+                changed then.
             UnsupportedError, TypeError, ValueError: as :meth:`pack`.
         """
         ids = self._checked(out.shape, out.dtype, samples)
@@ -261,7 +261,12 @@ class AQSGD(SampleState):
         if not ids or not out.numel():
             return out
         store, values = self._store_for(key, out[0].numel()), out.detach()
-        for at, (sample, has_buffer, part) in enumerate(zip(ids, store.has(ids), _cut(payload, sizes), strict=True)):
+        have, parts = store.has(ids), list(_cut(payload, sizes))
+        if isinstance(codec, SelectingCodec):  # indices are all that can be damaged in a payload of the right length
+            for has_buffer, part in zip(have, parts, strict=True):
+                if has_buffer:
+                    codec.places(part, out.shape[1:])
+        for at, (sample, has_buffer, part) in enumerate(zip(ids, have, parts, strict=True)):
             if has_buffer:
                 base = self._buffer(store, sample, out.device)
                 self._advance(store, sample, base, codec, part, (seed + at) % 2**64, values[at], out.shape[1:])

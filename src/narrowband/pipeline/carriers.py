@@ -17,6 +17,7 @@ tensor that holds inf or NaN changes no buffer on either end, and is not finite 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ from narrowband.feedback import Feedback, SampleState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -227,12 +229,15 @@ class AtPlaces(Carrier):
     Args:
         codec: encodes the values.
         chooser: the codec of the other direction, which determines how many elements there are.
-        places: message number and shape → the indices that the other direction chose. Called once per message, unless
-            :attr:`Message.places` has them.
+        places: message number and shape → a context that yields the indices that the other direction chose, and drops
+            them if all goes well. Called for each message, unless :attr:`Message.places` has them.
     """
 
     def __init__(
-        self, codec: SelectingCodec, chooser: SelectingCodec, places: Callable[[At, tuple[int, ...]], Tensor]
+        self,
+        codec: SelectingCodec,
+        chooser: SelectingCodec,
+        places: Callable[[At, tuple[int, ...]], AbstractContextManager[Tensor]],
     ) -> None:
         super().__init__(codec)
         self._selecting, self._chooser, self._places = codec, chooser, places
@@ -241,17 +246,20 @@ class AtPlaces(Carrier):
         return self._selecting.values_nbytes(self._chooser.kept(shape))
 
     def pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
-        places = self._places_of(message, x)
-        payload = self._selecting.encode_at(_finite_or_nan(x), places)
-        if arrived is not None:
-            self._selecting.decode_at(payload, places, arrived)
+        with self._places_of(message, x) as places:
+            payload = self._selecting.encode_at(_finite_or_nan(x), places)
+            if arrived is not None:
+                self._selecting.decode_at(payload, places, arrived)
         return payload
 
     def unpack(self, payload: Tensor, out: Tensor, message: Message) -> None:
-        self._selecting.decode_at(payload, self._places_of(message, out), out)
+        with self._places_of(message, out) as places:
+            self._selecting.decode_at(payload, places, out)
 
-    def _places_of(self, message: Message, x: Tensor) -> Tensor:
-        return self._places(message.at, tuple(x.shape)) if message.places is None else message.places
+    def _places_of(self, message: Message, x: Tensor) -> AbstractContextManager[Tensor]:
+        if message.places is not None:
+            return contextlib.nullcontext(message.places)
+        return self._places(message.at, tuple(x.shape))
 
 
 def _finite_or_nan(x: Tensor) -> Tensor:

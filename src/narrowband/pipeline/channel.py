@@ -12,6 +12,7 @@ Shapes: B samples of a micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from narrowband.stats import StepRecord, latest
 from narrowband.units import whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -272,9 +273,7 @@ class Channel:
             self._measure(x, flat)
         if arrived is not None and flat is not None and flat is not arrived:
             arrived.copy_(flat)
-        self.stats.messages += 1
-        self.stats.raw_bytes += x.numel() * x.element_size()
-        self.stats.sent_bytes += payload.numel()
+        self._done(at, x, payload, training)
         return payload
 
     def _measure(self, x: Tensor, arrived: Tensor) -> None:
@@ -306,30 +305,37 @@ class Channel:
             at, samples, training: as on the other end.
 
         Raises:
-            PayloadError: the payload has another length, or an index out of range. Nothing has been written then,
-                except that with ``aq-sgd`` the samples before the damaged one have.
+            PayloadError: the payload has another length, or an index out of range. Nothing has changed then, and a good
+                copy of the message can be unpacked.
         """
         if training:
             self._in_order(at)
         else:
             at = _EVALUATION
-        self.stats.messages += 1
-        self.stats.raw_bytes += out.numel() * out.element_size()
-        self.stats.sent_bytes += payload.numel()
-        if out.is_contiguous():
-            return self._unpack(payload, out, at, samples, training)
-        flat = torch.empty_like(out, memory_format=torch.contiguous_format)
-        return out.copy_(self._unpack(payload, flat, at, samples, training))
+        flat = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        self._unpack(payload, flat, self._message(at, samples, training))
+        if flat is not out:
+            out.copy_(flat)
+        self._done(at, out, payload, training)
+        return out
 
-    def _unpack(self, payload: Tensor, out: Tensor, at: At, samples: Tensor | None, training: bool) -> Tensor:
-        message = self._message(at, samples, training)
-        if training and self.warming_up(at):
+    def _unpack(self, payload: Tensor, out: Tensor, message: Message) -> None:
+        if message.training and self.warming_up(message.at):
             _PLAIN.decode(payload, out)
             self._carrier.whole(out, message)
-            return out
+            return
+        self._keep_places(payload, out, message.at, message.training)  # first, since it raises for a damaged payload
         self._carrier.unpack(payload, out, message)
-        self._keep_places(payload, out, at, training)
-        return out
+
+    # ---- both ends ---------------------------------------------------------------------------------------------------
+
+    def _done(self, at: At, x: Tensor, payload: Tensor, training: bool) -> None:
+        """Count a message that was packed or unpacked."""
+        if training:
+            self._last = at
+        self.stats.messages += 1
+        self.stats.raw_bytes += x.numel() * x.element_size()
+        self.stats.sent_bytes += payload.numel()
 
     # ---- indices for the other direction -----------------------------------------------------------------------------
 
@@ -350,20 +356,22 @@ class Channel:
         assert isinstance(self.codec, SelectingCodec)
         return self.codec.places(payload, shape)
 
-    def take_places(self, at: At, shape: tuple[int, ...]) -> Tensor:
-        """Return the indices that this channel chose for a tensor of this shape, and drop them.
+    @contextlib.contextmanager
+    def take_places(self, at: At, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        """Yield the indices that this channel chose for a tensor of this shape, and drop them if all goes well.
 
         Raises:
             UnsupportedError: there are none.
         """
-        places = self._places.pop((at, shape), None)
+        places = self._places.get((at, shape))
         if places is None:
             raise UnsupportedError(
                 f"no indices are left for a gradient of shape {shape} at step {at.step}, micro-batch {at.microbatch}: "
                 "nothing of that shape went forward there, or another step has begun since. A Boundary that is called "
                 "several times before backward has to know how often: microbatches=2 for two calls"
             )
-        return places
+        yield places
+        del self._places[at, shape]
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -382,7 +390,6 @@ class Channel:
                 f"{self._last.microbatch}: with {self} both ends must see them in one order. Use a schedule that keeps "
                 "it, or a spec without feedback"
             )
-        self._last = at
 
     def _message(self, at: At, samples: Tensor | None, training: bool, places: Tensor | None = None) -> Message:
         seed = (self._seed + at.step * 0xA0761D6478BD642F + at.microbatch * 0xE7037ED1A0B428DB) & _MASK
