@@ -83,6 +83,17 @@ def test_gradients_of_attention_are_close_and_its_output_is_the_same(autocast):
     assert four < kept * (0.7 if autocast else 0.28)
 
 
+def test_queries_and_keys_have_8_bits_since_errors_of_scores_are_factors():
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(4, 32, WIDTH)
+    with torch.no_grad():
+        model.qkv.weight[: 2 * WIDTH] *= 5
+    compiled = torch.compile(model, backend="aot_eager")
+    wanted = run(compiled, x)[2]
+    for bits in (4, 2):
+        assert error(run(compiled, x, saving(bits, stochastic=False))[2], wanted) < 1.0
+
+
 class Of(nn.Module):
     """A function of what a linear layer makes."""
 

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -53,7 +53,8 @@ def compiled_hooks(
     that are not float32, float16, bfloat16 or masks; small tensors; copies of the graph's inputs (parameters in the
     dtype of autocast); and those that rounding would spoil: tensors with one number per row, such as a softmax's
     logarithm, and whatever operators of other libraries read. Where backward asks for the sign of a value, as that of
-    ReLU does, signs are kept. Masks are packed without loss, in one bit per element.
+    ReLU does, signs are kept. Queries and keys of fused attention have 8 bits, since an error in a score becomes a
+    factor. Masks are packed without loss, in one bit per element.
 
     A group that holds inf or NaN, or whose range exceeds float32, is restored as NaN.
 
@@ -82,7 +83,7 @@ def compiled_hooks(
 @functools.cache  # compiled code is guarded by the identity of its hooks: return the same ones, and keep them alive
 def _hooks(bits: int, min_numel: int, group: int, stochastic: bool) -> tuple[GraphModule, GraphModule]:
     options = {"bits": bits, "min_numel": min_numel, "group": group, "stochastic": stochastic}
-    return _hook(_pack, options), _hook(_unpack, {"bits": bits, "group": group})
+    return _hook(_pack, options), _hook(_unpack, {"group": group})
 
 
 def _hook(function: Callable[..., Any], options: dict[str, Any]) -> GraphModule:
@@ -173,7 +174,8 @@ def _pack(x: Tensor, *, bits: int, min_numel: int, group: int, stochastic: bool)
     order = x.dim_order()
     x = x.permute(order)
     flat = x.reshape(-1)
-    form = x.dtype, order, tuple(x.shape)
+    bits = 8 if saved.makes_scores() else bits
+    form = x.dtype, bits, order, tuple(x.shape)
     if x.dtype == torch.bool:
         packed: tuple[Tensor, ...] = (graph_codes.packed(graph_codes.groups(flat, group).to(torch.int32), 1),)
     else:
@@ -183,12 +185,12 @@ def _pack(x: Tensor, *, bits: int, min_numel: int, group: int, stochastic: bool)
     return (*form, _note(flat, packed), *packed)
 
 
-def _unpack(packed: Any, *, bits: int, group: int) -> Tensor:
+def _unpack(packed: Any, *, group: int) -> Tensor:
     if isinstance(packed, _Outside):
         return packed.restore()
     if isinstance(packed, Tensor):
         return packed
-    dtype, order, sizes, _, codes, *ranges = packed
+    dtype, bits, order, sizes, _, codes, *ranges = packed
     one_bit = dtype == torch.bool
     rows = (
         graph_codes.unpacked(codes, 1, group)
@@ -311,6 +313,10 @@ class _Saved:
             node = node.args[0]  # type: ignore[assignment]
         return node
 
+    def makes_scores(self) -> bool:
+        """Whether backward computes scores of attention again from the tensor."""
+        return any(x in self._derived for user in self._users for x in _scored(user))
+
     def sign_matters(self) -> bool:
         """Whether backward compares the tensor with zero."""
         return any(_asks_for_sign(user) for user in self._users)
@@ -347,6 +353,14 @@ def _same_values(node: Node) -> bool:
 def _is_part(node: Node) -> bool:
     """Whether a node picks one of the views that ``split`` and similar operators return."""
     return node.target is operator.getitem and _same_values(node.args[0])  # type: ignore[arg-type]
+
+
+def _scored(node: Node) -> Sequence[Any]:
+    """Return the queries and keys that backward of fused attention takes; nothing for another operator."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [argument.name for argument in node.target._schema.arguments]
+        return [node.args[names.index(name)] for name in ("query", "key")] if {"query", "key"} <= {*names} else ()
+    return node.args[:2] if str(node.target) == "flex_attention_backward" else ()
 
 
 def _has_extras(node: Any) -> bool:
