@@ -13,6 +13,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
 from tests.activations.helpers import compress, grads_of, linears
@@ -287,6 +288,32 @@ def test_a_pass_in_which_nothing_was_compressed_warns(options, warns, caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError), compress(model, min_numel=10**6):
         model(model(torch.randn(20, 16)))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_pass_inside_of_other_hooks_warns(compiled, caplog):
+    """PyTorch calls the innermost hooks alone."""
+    model, x = linears(16, 32, 8), torch.randn(20, 16)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    with caplog.at_level(logging.WARNING), compress(run), torch.autograd.graph.save_on_cpu(), torch.no_grad():
+        run(x)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING), compress(run), torch.autograd.graph.save_on_cpu():
+        run(x).sum().backward()
+    assert "ran inside other hooks on saved tensors" in caplog.text
+
+
+def test_hooks_of_a_checkpoint_are_no_others(caplog):
+    model, x = linears(16, 32, 8), torch.randn(20, 16)
+    with caplog.at_level(logging.WARNING), compress(model):
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert "or if torch.utils.checkpoint computes it again" in caplog.text
+
+
+def test_a_pass_that_does_not_call_the_model_says_so(caplog):
+    with caplog.at_level(logging.WARNING), compress(linears(16, 32, 8)):
+        linears(16, 32, 8)(torch.randn(20, 16))
+    assert "compress_activations (Sequential) was not called inside the context" in caplog.text
 
 
 def test_modules_are_named_and_policies_go_by_these_names():

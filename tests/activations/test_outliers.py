@@ -199,7 +199,7 @@ def test_what_is_kept_exactly_since_an_extreme_tensor_came_before_is_counted_and
         _, saved, _ = train(behind, 8, {5: 1e20})
     assert saved.outliers == 2
     assert saved.ratio == 1
-    assert "nothing was compressed: of 2 tensors, since inf, NaN or an outlier" in caplog.text
+    assert "nothing was compressed: 2 tensors hold inf, NaN or outliers" in caplog.text
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------

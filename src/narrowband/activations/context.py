@@ -179,22 +179,43 @@ class ActivationCompression(contextlib.ContextDecorator):
         if refused is not None:
             raise refused from cast("BaseException", error[1])
         self.estimates.notes.send()
-        saved = regions.recorder.saved
+        recorder = regions.recorder
         if error[0] is None:
-            self._count(saved)
-        nothing = error[0] is None and saved.raw_bytes and not regions.recorder.packed
-        if nothing and not self.policy.is_off and self.model not in _warned:  # once, not in every step
-            _warned.add(self.model)
-            why = (
-                f"of {saved.outliers} tensors, since inf, NaN or an outlier is in them or was in one before. All else"
-                if saved.outliers
-                else "all"
-            )
+            self._count(recorder.saved)
+            if not recorder.packed and not self.policy.is_off and self.model not in _warned:
+                self._warn_of_nothing(recorder)
+
+    def _warn_of_nothing(self, recorder: Recorder) -> None:
+        """Say why nothing was compressed; once for each model, not in every step."""
+        saved = recorder.saved
+        if not saved.raw_bytes and not recorder.covered:
+            return  # nothing was saved, as in no_grad
+        _warned.add(self.model)
+        if recorder.covered:
             log.warning(
-                "nothing was compressed: %s that was saved for backward is off in the policy, smaller than "
-                "min_numel=%d elements, of a dtype that has no codes (float64, complex), bears no rounding, or was "
-                "saved outside of the model, or between graphs of torch.compile",
-                why,
+                "nothing was compressed: the model ran inside other hooks on saved tensors, such as save_on_cpu. "
+                "PyTorch calls only the innermost hooks, so they cannot be combined with compress_activations: remove "
+                "one of the two"
+            )
+        elif not recorder.called:
+            log.warning(
+                "nothing was compressed: the model that was given to compress_activations (%s) was not called inside "
+                "the context, and what other code saves for backward is not compressed",
+                type(self.model).__name__,
+            )
+        elif saved.outliers:
+            log.warning(
+                "nothing was compressed: %d tensors hold inf, NaN or outliers, or were saved after a tensor that does, "
+                "and all others cannot be compressed (see min_numel=%d, and the dtype)",
+                saved.outliers,
+                self.policy.min_numel,
+            )
+        else:
+            log.warning(
+                "nothing was compressed. A tensor that is saved for backward is kept unchanged if the policy says "
+                "'off' for it, if it has fewer than min_numel=%d elements, if its dtype is float64 or complex, if its "
+                "operator does not tolerate rounding, if it is saved outside the model or between the graphs of "
+                "torch.compile, or if torch.utils.checkpoint computes it again",
                 self.policy.min_numel,
             )
 

@@ -71,6 +71,8 @@ class Recorder:
     Attributes:
         saved: the bytes that were saved so far.
         packed: how many tensors were packed.
+        called: whether the model, or a module of it, was called.
+        covered: whether the model ran inside of other hooks on saved tensors, which PyTorch calls instead of these.
         between_graphs: how many tensors a compiled module saved outside of its graphs that the policy would pack. They
             are kept unchanged.
         call: the call of the running operator, as far as the function mode sees it.
@@ -83,6 +85,7 @@ class Recorder:
         self.saved = Saved()
         self.arena = Arena(pieces)
         self.packed = self.between_graphs = 0
+        self.called = self.covered = False
         self.call = NO_CALL
         self.normalization: Normalization | None = None
         self.storages = Storages()
@@ -108,6 +111,7 @@ class Recorder:
         if not at_work:
             if name is None:
                 return
+            self.called = True
             self._counts.clear()
         # A module that was added after the names were collected goes by the name of the module around it.
         at_work.append((id(module), at_work[-1][1] if name is None else name))
@@ -121,12 +125,20 @@ class Recorder:
         if at_work and at_work[-1][0] == own:
             at_work.pop()
             if not at_work:
+                self.ran(outputs)
                 self._keep_probabilities(outputs)
             return
         for place in reversed(range(len(at_work))):
             if at_work[place][0] == own:
                 del at_work[place:]  # also modules inside of it whose end a KeyboardInterrupt prevented
                 return
+
+    def ran(self, outputs: Any) -> None:
+        """Note whether other hooks got what was saved for these outputs. A checkpoint's do not count: it saves less."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks != self.hooks and hooks[0].__module__ != torch.utils.checkpoint.__name__:
+            leaves = torch.utils._pytree.tree_leaves(outputs)
+            self.covered |= any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
 
     @unseen
     def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:

@@ -72,6 +72,7 @@ class Regions:
         with recorder.inside(module, args, kwargs, Call(COMPILED)), without_mode(self._mode):
             with self._saving_of_graphs():
                 outputs = call(*args, **kwargs)
+            recorder.ran(outputs)
             # In a checkpoint graphs keep nothing, and reading their saved tensors would recompute them.
             for tensors, plain, packed in graphs_behind(outputs, (args, kwargs)) if recorder.saves_here() else ():
                 recorder.keeps_graph(tensors, plain, packed)
