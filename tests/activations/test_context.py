@@ -81,7 +81,11 @@ def test_contexts_do_not_nest():
     model = linears(16, 32, 8)
     handle = compress(model)
     for inner in (handle, compress(linears(4, 4))):
-        with handle, pytest.raises(nb.UnsupportedError, match="inside of another one in the same thread"), inner:
+        with (
+            handle,
+            pytest.raises(nb.UnsupportedError, match="inside another compress_activations"),
+            inner,
+        ):
             pass
         assert is_clean(model)
     with handle as saved:
@@ -428,7 +432,7 @@ def test_each_context_of_a_model_has_its_own_decay():
 @pytest.mark.filterwarnings("ignore:.*torch.jit")  # which is deprecated, and still used
 def test_a_scripted_model_is_refused_and_a_scripted_module_inside_is_kept_as_it_is():
     scripted = torch.jit.trace(linears(32, 64), torch.randn(8, 32))
-    with pytest.raises(nb.UnsupportedError, match="was scripted or traced"):
+    with pytest.raises(nb.UnsupportedError, match="is scripted or traced"):
         nb.compress_activations(scripted)
     model, x = nn.Sequential(scripted, nn.Tanh()), torch.randn(64, 32)
     exact = torch.autograd.grad(model(x).sum(), [*model.parameters()])

@@ -246,7 +246,7 @@ CANNOT = {
 def test_what_pytorch_lets_no_hooks_into_is_refused_with_what_to_do(name, inside):
     model, x = built()
     handle = compress(model)
-    said = pytest.raises(UnsupportedError, match=r"torch\.func\.grad, vjp.*Use torch\.autograd\.grad, or leave")
+    said = pytest.raises(UnsupportedError, match=r"torch\.func\.grad, vjp.*Use torch\.autograd\.grad, or call")
     if inside:
         with said, handle:
             CANNOT[name](model, x)
@@ -272,11 +272,11 @@ def test_other_errors_of_a_model_come_through_as_they_are():
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (42, r"was given 42 \(int\) as the model: give it a torch\.nn\.Module"),
-        (None, r"was given None \(NoneType\)"),
-        (nn.Linear, r"was given the class Linear: give it a model, such as Linear\(…\)"),
-        (F.relu, r"around a function the module that the function calls"),
-        ([nn.Linear(2, 2)], r"\(list\) as the model"),
+        (42, r"expects a torch\.nn\.Module as the model, got 42 \(int\)"),
+        (None, r"got None \(NoneType\)"),
+        (nn.Linear, r"got the class Linear: pass an instance, such as Linear\(…\)"),
+        (F.relu, r"For a function, pass the module that the function calls"),
+        ([nn.Linear(2, 2)], r"as the model, got .* \(list\)"),
         (torch.zeros(2), r"tensor\(\[0., 0.\]\) \(Tensor\)"),
     ],
     ids=["number", "nothing", "class", "function", "list", "tensor"],
@@ -288,22 +288,26 @@ def test_what_is_no_model_is_refused(model, said):
 
 @pytest.mark.parametrize("bits", [3, 0, -8, 16, 8.0, "8", True, "none", (8, 4)])
 def test_bits_that_are_none_are_refused(bits):
-    with pytest.raises(ValueError, match='there are 8, 4 and 2 bits, and "off"'):
+    with pytest.raises(ValueError, match='must be 8, 4, 2 or "off"'):
         nb.compress_activations(nn.Linear(2, 2), bits)
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
-        ({"bit": 8}, TypeError, "no 'bit'; did you mean bits?"),
-        ({"nonsense": 8}, TypeError, "There are: bits, operators"),
-        ({"policy": "policy.toml"}, TypeError, r"policy is 'policy\.toml' \(str\): give an nb\.ActivationPolicy"),
-        ({"policy": {"bits": 4}}, TypeError, "ActivationPolicy.from_dict takes a dictionary"),
-        ({"policy": 4}, TypeError, r"policy is 4 \(int\)"),
-        ({"operators": ["softmax"]}, ValueError, "must say what has how many bits"),
+        ({"bit": 8}, TypeError, "no argument 'bit'; did you mean bits?"),
+        ({"nonsense": 8}, TypeError, "Valid names: bits, operators"),
+        ({"policy": "policy.toml"}, TypeError, r"policy must be an nb\.ActivationPolicy, got 'policy\.toml' \(str\)"),
+        ({"policy": {"bits": 4}}, TypeError, "ActivationPolicy.from_dict makes one from a dictionary"),
+        ({"policy": 4}, TypeError, r"policy must be an nb\.ActivationPolicy, got 4 \(int\)"),
+        ({"operators": ["softmax"]}, ValueError, "must be a dictionary of bits by name"),
         ({"decay": "0.9"}, ValueError, "decay='0.9' must be at least 0 and below 1"),
         ({"modules": {"0.weights": 8}}, ValueError, r"'0\.weights' matches no module of the model"),
-        ({"bits": 8, "policy": nb.ActivationPolicy(), "min_numel": 3}, TypeError, "bits, min_numel: given beside"),
+        (
+            {"bits": 8, "policy": nb.ActivationPolicy(), "min_numel": 3},
+            TypeError,
+            "bits, min_numel cannot be given",
+        ),
     ],
     ids=str,
 )
@@ -326,17 +330,20 @@ def learned():
 
 GOOD = torch.ones(2, 8)
 STATES = {
-    "list": ([1, 2], r"a state has estimates, seed and draws, and this has \[1, 2\] \(list\)"),
-    "nothing": ({}, "and this has nothing"),
-    "lacks": ({"estimates": {}}, "and this has 'estimates'$"),
+    "list": ([1, 2], r"expected a state with estimates, seed and draws, got \[1, 2\] \(list\)"),
+    "nothing": ({}, "got an empty one"),
+    "lacks": ({"estimates": {}}, "got 'estimates'$"),
     "more": ({"estimates": {}, "seed": 0, "draws": 0, "step": 1}, "'estimates', 'seed', 'draws', 'step'"),
-    "seed": ({"estimates": {}, "seed": "x", "draws": 0}, r"seed of a state is a whole number, at least 0.*'x' \(str\)"),
-    "draws": ({"estimates": {}, "seed": 0, "draws": -1}, "draws of a state is a whole number"),
-    "float": ({"estimates": {}, "seed": 0, "draws": 2.0}, "draws of a state is a whole number"),
-    "estimates": ({"estimates": [GOOD], "seed": 0, "draws": 0}, "estimates of a state are ranges by name"),
+    "seed": (
+        {"estimates": {}, "seed": "x", "draws": 0},
+        r"seed in the state must be a whole .*'x' \(str\)",
+    ),
+    "draws": ({"estimates": {}, "seed": 0, "draws": -1}, "draws in the state must be a whole number"),
+    "float": ({"estimates": {}, "seed": 0, "draws": 2.0}, "draws in the state must be a whole number"),
+    "estimates": ({"estimates": [GOOD], "seed": 0, "draws": 0}, "estimates in the state must be ranges by name"),
     "module": (
         {"estimates": {"1:matmul:0": GOOD, "blocks.7.mlp:matmul:0": GOOD}, "seed": 0, "draws": 0},
-        r"the state is of another model: it has a range of 'blocks\.7\.mlp:matmul:0', module:operator:place.*'0', '1'",
+        r"is of another model: it has a range for 'blocks\.7\.mlp:matmul:0' \(module:operator:place\).*'0', '1'",
     ),
     "modules": (
         {"estimates": {"7:matmul:0": GOOD, "8:matmul:0": GOOD}, "seed": 0, "draws": 0},
@@ -344,9 +351,12 @@ STATES = {
     ),
     "operator": ({"estimates": {"1:matmuls:0": GOOD}, "seed": 0, "draws": 0}, "of another model"),
     "weights": ({"estimates": {"0.weight": GOOD}, "seed": 0, "draws": 0}, "of another model"),
-    "shape": ({"estimates": {"1:matmul:0": torch.ones(3, 8)}, "seed": 0, "draws": 0}, r"\(2, groups\) of floats"),
-    "dtype": ({"estimates": {"1:matmul:0": GOOD.long()}, "seed": 0, "draws": 0}, "and this is .* of torch.int64"),
-    "number": ({"estimates": {"1:matmul:0": 3.0}, "seed": 0, "draws": 0}, "a range is a tensor"),
+    "shape": (
+        {"estimates": {"1:matmul:0": torch.ones(3, 8)}, "seed": 0, "draws": 0},
+        r"float tensor of shape \(2, groups\)",
+    ),
+    "dtype": ({"estimates": {"1:matmul:0": GOOD.long()}, "seed": 0, "draws": 0}, "got .* of torch.int64"),
+    "number": ({"estimates": {"1:matmul:0": 3.0}, "seed": 0, "draws": 0}, "expected a tensor of shape"),
     "nan": ({"estimates": {"1:matmul:0": GOOD * math.nan}, "seed": 0, "draws": 0}, "finite, and widths at least 0"),
     "negative": ({"estimates": {"1:matmul:0": -GOOD}, "seed": 0, "draws": 0}, "finite, and widths at least 0"),
 }

@@ -166,31 +166,34 @@ def test_what_is_default_is_not_written():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 3}, r"bits=3: there are 8, 4 and 2 bits, and \"off\""),
-        ({"bits": 8.0}, r"bits=8.0: there are"),
-        ({"bits": True}, r"bits=True: there are"),
-        ({"bits": "Off"}, r"bits='Off': there are"),
-        ({"operators": {"softmax": 16}}, r"softmax=16: there are"),
+        ({"bits": 3}, r"bits=3 must be 8, 4, 2 or \"off\""),
+        ({"bits": 8.0}, r"bits=8.0 must be"),
+        ({"bits": True}, r"bits=True must be"),
+        ({"bits": "Off"}, r"bits='Off' must be"),
+        ({"operators": {"softmax": 16}}, r"softmax=16 must be"),
         (
             {"modules": {"head": 1}},
-            r"head=1: there are 8, 4 and 2 bits, and \"off\", and for modules \"checkpoint\", or",
+            r"head=1 must be 8, 4, 2 or \"off\", or for modules \"checkpoint\" or",
         ),
-        ({"modules": {"head": "checkpoint:bits=3"}}, r"head='checkpoint:bits=3': there are 8, 4 and 2 bits"),
-        ({"modules": {"head:gelu": "checkpoint:bits=8"}}, r"head:gelu='checkpoint:bits=8': only modules"),
-        ({"modules": {"head:softmax": 1}}, r"head:softmax=1: there are 8, 4 and 2 bits, and \"off\"$"),
-        ({"bits": "checkpoint"}, r"bits='checkpoint': only modules are computed again, as a whole"),
-        ({"operators": {"gelu": "checkpoint"}}, r"gelu='checkpoint': only modules"),
-        ({"modules": {"head:gelu": "checkpoint"}}, r"head:gelu='checkpoint': only modules are .* modules={\"blocks"),
-        ({"operators": {"softmx": 8}}, r"unknown operator 'softmx'; did you mean 'softmax'\? There are: matmul, "),
-        ({"operators": {"zzz": 8}}, r"unknown operator 'zzz'\. There are: matmul, "),
+        ({"modules": {"head": "checkpoint:bits=3"}}, r"head='checkpoint:bits=3' must be 8, 4, 2 or"),
+        ({"modules": {"head:gelu": "checkpoint:bits=8"}}, r"head:gelu='checkpoint:bits=8': only whole modules"),
+        ({"modules": {"head:softmax": 1}}, r"head:softmax=1 must be 8, 4, 2 or \"off\"$"),
+        ({"bits": "checkpoint"}, r"bits='checkpoint': only whole modules can be recomputed"),
+        ({"operators": {"gelu": "checkpoint"}}, r"gelu='checkpoint': only whole modules"),
+        ({"modules": {"head:gelu": "checkpoint"}}, r"head:gelu='checkpoint': only whole modules .* modules={\"blocks"),
+        ({"operators": {"softmx": 8}}, r"unknown operator 'softmx'; did you mean 'softmax'\? Valid names: matmul, "),
+        ({"operators": {"zzz": 8}}, r"unknown operator 'zzz'\. Valid names: matmul, "),
         ({"modules": {"head:softmx": 8}}, r"unknown operator 'softmx'; did you mean 'softmax'"),
-        ({"granularity": "channel"}, r"granularity='channel' is none of group, layer, and a number of neighbours"),
-        ({"granularity": 12}, r"granularity=12 is none of group, layer, and a number .* a multiple of 8"),
-        ({"granularity": 0}, r"granularity=0 is none of"),
-        ({"granularity": True}, r"granularity=True is none of"),
-        ({"granularity": 256, "min_numel": 255}, r"granularity=256 is above min_numel=255: .* Raise min_numel"),
-        ({"statistics": "batch"}, r"statistics='batch' is none of running, sample"),
-        ({"rounding": "floor"}, r"rounding='floor' is none of stochastic, nearest"),
+        ({"granularity": "channel"}, r"granularity='channel' must be 'group', 'layer', or a number of neighbours"),
+        ({"granularity": 12}, r"granularity=12 must be 'group', 'layer', or a number .* a multiple of 8"),
+        ({"granularity": 0}, r"granularity=0 must be"),
+        ({"granularity": True}, r"granularity=True must be"),
+        (
+            {"granularity": 256, "min_numel": 255},
+            r"granularity=256 must not be above min_numel=255: .* Raise min_numel",
+        ),
+        ({"statistics": "batch"}, r"statistics='batch' must be one of running, sample"),
+        ({"rounding": "floor"}, r"rounding='floor' must be one of stochastic, nearest"),
         ({"min_numel": 0}, r"min_numel=0 must be a whole number, at least 1"),
         ({"min_numel": None}, r"min_numel=None must be a whole number"),
         ({"min_numel": 0.5}, r"min_numel=0.5 must be a whole number"),
@@ -237,7 +240,7 @@ def test_numpys_numbers_are_those_of_python():
     made, expected = ActivationPolicy(**numpys), ActivationPolicy(**own)
     assert (made, made.to_toml()) == (expected, expected.to_toml())
     for wrong in (np.int64(3), np.float64(8.0), np.bool_(1)):
-        with pytest.raises(ValueError, match=r"there are 8, 4 and 2 bits"):
+        with pytest.raises(ValueError, match=r"must be 8, 4, 2 or"):
             ActivationPolicy(bits=wrong)
 
 

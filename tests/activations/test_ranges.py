@@ -68,7 +68,7 @@ def test_a_state_is_taken_as_it_was_given_and_what_is_none_is_refused():
     given = other.state_dict()["a"].clone()
     estimates.observe("a", torch.rand(4) - 1, torch.rand(4))
     assert torch.equal(other.state_dict()["a"], given)
-    with pytest.raises(ValueError, match=r"a: a range is \(2, groups\) of floats, and this is \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"a: expected a float tensor of shape \(2, groups\), got \(3, 4\)"):
         other.load_state_dict({"a": torch.zeros(3, 4)})
     assert torch.equal(other.state_dict()["a"], given)
 

@@ -81,7 +81,7 @@ def test_the_parts_are_the_model():
         ({"epochs": 2}, "epochs=2 must be at least 3"),
         ({"rows": ()}, "nothing to measure"),
         ({"schedule": "ZBV"}, "schedule='ZBV' is neither 1F1B nor GPipe"),
-        ({"rows": ("none/topk:density=0.1,reuse=forward",)}, "use topk there"),
+        ({"rows": ("none/topk:density=0.1,reuse=forward",)}, "use topk without aq-sgd there"),
         ({"rate": "none", "delay": "5ms"}, "delay needs an emulated link"),
     ],
 )

@@ -152,7 +152,7 @@ def test_warm_up_is_counted_in_steps():
 def test_warm_up_is_counted_in_epochs():
     boundary = nb.Boundary("topk:density=0.1", "none", warmup_epochs=2)
     x = torch.randn(10, 10)
-    with pytest.raises(ValueError, match=r"warmup_epochs=2 counts epochs: call set_epoch\(epoch\)"):
+    with pytest.raises(ValueError, match=r"warmup_epochs=2 is set, .*: call set_epoch\(epoch\)"):
         boundary(x)
     exact = []
     for epoch in range(4):
@@ -206,7 +206,7 @@ def test_calls_before_one_backward_are_microbatches():
     """As in a siamese net, where one boundary serves both branches."""
     specs = "topk:density=0.5", "topk:density=0.5,reuse=forward"
     boundary = nb.Boundary(*specs)
-    with pytest.raises(nb.UnsupportedError, match=r"another step has begun since.* microbatches=2 for two calls"):
+    with pytest.raises(nb.UnsupportedError, match=r"a later step has begun.* set microbatches to the number of calls"):
         sum(boundary(torch.randn(4, 4, requires_grad=True)) for _ in range(2)).sum().backward()
     boundary = nb.Boundary(*specs, microbatches=2)
     for _ in range(2):
@@ -293,7 +293,7 @@ def test_a_checkpoint_that_runs_a_boundary_again_is_an_error(reentrant):
     uncompressed, net = model(nb.Boundary()), model(nb.Boundary("topk:density=0.2+ef", "none"))
     checkpoint(uncompressed, x, use_reentrant=reentrant).sum().backward()
     y = checkpoint(net, x, use_reentrant=reentrant)
-    with pytest.raises(nb.UnsupportedError, match="let parts end at the boundary"):
+    with pytest.raises(nb.UnsupportedError, match="Let the checkpointed parts end before the boundary"):
         y.sum().backward()
 
 
@@ -315,7 +315,7 @@ def test_bad_input():
     with pytest.raises(nb.UnsupportedError):
         nb.Boundary("none", "powersgd:rank=1")
     net = model(nb.Boundary("topk:density=0.2+ef"))
-    with pytest.raises(ValueError, match="was kept for"):
+    with pytest.raises(ValueError, match="of a channel with spec"):
         model(nb.Boundary("topk:density=0.2+ef21")).load_state_dict(net.state_dict())
     assert "topk:density=0.2+ef" in repr(net)
 

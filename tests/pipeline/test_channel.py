@@ -239,7 +239,7 @@ def test_a_channel_goes_on_from_its_state_to_the_bit(spec):
         x = activation(at)
         expected, got = send(*ends, x, at), send(*resumed, x, at)
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    with pytest.raises(ValueError, match="was kept for"):
+    with pytest.raises(ValueError, match="of a channel with spec"):
         Channel("sign+ef").load_state_dict(ends[0].state_dict())
 
 
@@ -269,7 +269,7 @@ def test_out_of_order(spec):
         ("threshold:value=1", nb.UnsupportedError, "length of its payloads"),
         ("topk:density=0.1,reuse=backward", ValueError, "only reuse=forward"),
         ("qsgd:bits=4,reuse=forward", nb.UnsupportedError, "only topk"),
-        ("topk:density=0.1,reuse=forward", nb.UnsupportedError, "is for backward"),
+        ("topk:density=0.1,reuse=forward", nb.UnsupportedError, "only in the backward spec"),
         ("topp:density=0.1", ValueError, "did you mean 'topk'"),
     ],
 )
@@ -281,10 +281,25 @@ def test_specs_that_cannot_be(spec, error, message):
 @pytest.mark.parametrize(
     ("forward", "backward", "error", "message"),
     [
-        ("qsgd:bits=4", "topk:density=0.1,reuse=forward", nb.UnsupportedError, "use topk there"),
-        ("topk:density=0.1+aq-sgd", "topk:density=0.1,reuse=forward", nb.UnsupportedError, "use topk there"),
-        ("topk:density=0.1", "topk:density=0.1,reuse=forward+ef", nb.UnsupportedError, "without feedback"),
-        ("topk:density=0.1", "topk:density=0.2,reuse=forward", ValueError, "not forward's 0.1"),
+        ("qsgd:bits=4", "topk:density=0.1,reuse=forward", nb.UnsupportedError, "use topk without aq-sgd"),
+        (
+            "topk:density=0.1+aq-sgd",
+            "topk:density=0.1,reuse=forward",
+            nb.UnsupportedError,
+            "use topk without aq-sgd",
+        ),
+        (
+            "topk:density=0.1",
+            "topk:density=0.1,reuse=forward+ef",
+            nb.UnsupportedError,
+            "cannot be combined",
+        ),
+        (
+            "topk:density=0.1",
+            "topk:density=0.2,reuse=forward",
+            ValueError,
+            "density=0.1, got density=0.2",
+        ),
     ],
 )
 def test_what_cannot_be_reused(forward, backward, error, message):

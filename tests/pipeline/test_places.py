@@ -126,7 +126,7 @@ def test_all_three_compressed_train_alike_and_average_once_in_a_step(schedule):
 
 def test_ddp_under_a_zero_bubble_schedule_is_refused():
     """PyTorch averages nothing in the first step, and fails in the second."""
-    with pytest.raises(RankError, match="DistributedDataParallel does not hear"):
+    with pytest.raises(RankError, match="DistributedDataParallel does not notice"):
         run_ranks(compressed, 4, "ddp", "InterleavedZeroBubble")
 
 
@@ -242,7 +242,7 @@ def unseen_by_pytorch(rank, world_size, what):
     [
         ("compiled", r"DistributedDataParallel\(torch.compile\(part\)\)"),
         ("shards", r"call fully_shard\(part\), too"),
-        ("compiled shards", r"compile its layers and not the part"),
+        ("compiled shards", r"compile its layers instead"),
     ],
 )
 def test_what_pytorchs_stage_does_not_see_is_an_error(what, words):

@@ -277,9 +277,9 @@ def of_another_stage(rank, world_size, folder):
 
 def test_a_state_is_that_of_one_stage(tmp_path):
     first, *inner, last = run_ranks(of_another_stage, 4, tmp_path)
-    lacks = "this is no state of a CompressedStage: it lacks before, behind"
+    lacks = "this is not the state of a CompressedStage: it lacks before, behind"
     assert (first, last) == ([lacks], [lacks])
-    assert inner == [[f"this is the state of stage {3 - at}, and not of stage {at}", lacks] for at in (1, 2)]
+    assert inner == [[f"the state is of stage {3 - at}, but this is stage {at}", lacks] for at in (1, 2)]
 
 
 def with_one_broken_side(rank, world_size):
@@ -307,7 +307,7 @@ def with_one_broken_side(rank, world_size):
 
 def test_a_state_with_one_broken_side_changes_neither():
     for said, *all_is_well in run_ranks(with_one_broken_side, 3):
-        words = ["lacks before, behind, step", "'x' for step", "holds int for '8x24', expected a dense tensor"]
+        words = ["lacks before, behind, step", "got 'x'", "holds int for '8x24', expected a dense tensor"]
         assert all(word in text for word, text in zip(words, said, strict=True)), said
         assert all(all_is_well)
 
@@ -340,8 +340,8 @@ def wrong(rank, world_size, what):
     [
         ("specs", "do not agree"),
         ("samples", "set stage.samples"),
-        ("too many", "9 ids, and a batch is 4 micro-batches of 2 samples"),
-        ("number", "2 specs, and there are 1 boundaries"),
+        ("too many", "9 ids, but the batch has 4 micro-batches of 2 samples"),
+        ("number", "2 specs, but there are 1 boundaries"),
         ("state", "before its first step"),
         ("shape", "shape mismatch" if OLDEST else "static shapes"),
         ("death", "onnection"),

@@ -326,7 +326,7 @@ def test_warm_up_is_counted_in_steps():
         ({"activations": "{}", "forward": "none", "backward": "none"}, "leave out forward or activations"),
         ({"activations": "bits=8"}, "'bits=8' is no JSON"),
         ({"activations": "8"}, "'8' is no policy: expected fields of one"),
-        ({"activations": '{"bits": 3}'}, "there are 8, 4 and 2 bits"),
+        ({"activations": '{"bits": 3}'}, "bits=3 must be 8, 4, 2 or"),
         ({"trace": True}, "trace=True .* needs activations"),
         ({"policy": "none"}, "policy='none' is none of uniform, lgreco"),
         ({"policy": "global-topk", "spec": "qsgd:bits=4+ef"}, "such as topk:density=0.01.ef, not 'qsgd:bits=4.ef'"),

@@ -373,10 +373,11 @@ def _compare(kept: weakref.ref[Any], compare: Any, *run: Any) -> None:
         if shapes and shapes[::2] == shapes[1::2]:
             raise  # dtypes or devices differ, which rounding cannot cause
         raise checkpoint.CheckpointError(
-            "torch.utils.checkpoint: the second run saved other tensors than the first. It began from inputs that "
-            "compress_activations kept in few bits, so a module that routes, compares or takes an argmax may go "
-            'another way. Keep these inputs exact: operators={"checkpoint": "off"} in the policy, and for modules '
-            f'"checkpoint" in place of "checkpoint:bits=…". If that does not help, it was not the rounding:\n{error}'
+            "torch.utils.checkpoint: the run in backward saved other tensors than the run in forward. Its inputs were "
+            "kept in few bits by compress_activations, so a module that routes, compares or takes an argmax may have "
+            'decided differently. Keep these inputs exact: operators={"checkpoint": "off"} in the policy, and for '
+            'modules "checkpoint" instead of "checkpoint:bits=…". If that does not help, rounding is not the cause:\n'
+            f"{error}"
         ) from error
 
 

@@ -72,11 +72,11 @@ def compiled_hooks(
         ...     loss = torch.compile(model)(x).square().mean()
     """
     if bits not in (8, 4, 2):
-        raise ValueError(f"bits={bits} is none of 8, 4, 2")
+        raise ValueError(f"bits={bits} must be 8, 4 or 2")
     if group < 8 or group % 8:
-        raise ValueError(f"group={group} is no positive multiple of 8, which whole bytes of codes need")
+        raise ValueError(f"group={group} must be a positive multiple of 8")
     if min_numel < group:
-        raise ValueError(f"min_numel={min_numel} is below group={group}: a tensor would be padded to more than it is")
+        raise ValueError(f"min_numel={min_numel} must be at least group={group}: smaller tensors would be padded")
     return _hooks(bits, min_numel, group, stochastic)
 
 

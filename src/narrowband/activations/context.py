@@ -84,13 +84,15 @@ def compress_activations(
     """
     if policy is not None and (bits is not None or options):
         given = ["bits"] * (bits is not None) + list(options)
-        raise TypeError(f"{', '.join(given)}: given beside policy, whose field this is; use dataclasses.replace on it")
+        raise TypeError(
+            f"{', '.join(given)} cannot be given together with policy: set it with dataclasses.replace(policy, …)"
+        )
     there = [field.name for field in fields(ActivationPolicy)]
     for option in options:
         if option not in there:
             close = get_close_matches(option, there, n=1)
             hint = f"; did you mean {close[0]}?" if close else "."
-            raise TypeError(f"compress_activations takes no {option!r}{hint} There are: {', '.join(there)}")
+            raise TypeError(f"compress_activations has no argument {option!r}{hint} Valid names: {', '.join(there)}")
     if policy is None:
         policy = ActivationPolicy(bits=8 if bits is None else bits, **options)
     return ActivationCompression(model, policy)
@@ -128,8 +130,8 @@ class ActivationCompression(contextlib.ContextDecorator):
     def __enter__(self) -> Saved:
         if active.regions is not None:
             raise UnsupportedError(
-                "compress_activations is entered inside of another one in the same thread: only one can decide what a "
-                "tensor is kept in. Give the outer one a policy for both models"
+                "compress_activations was entered inside another compress_activations in the same thread. They cannot "
+                "be nested: use one context for a module that contains both models, such as an nn.ModuleList"
             )
         warm_up(self.model, self.policy)  # again, since autocast may be on by now
         self.estimates.decay = self.policy.decay  # for this pass: another context of the model may have another decay
@@ -262,20 +264,20 @@ class ActivationCompression(contextlib.ContextDecorator):
         """
         if not isinstance(state, Mapping) or set(state) != {"estimates", "seed", "draws"}:
             what = ", ".join(map(repr, state)) if isinstance(state, Mapping) else _shown(state)
-            raise ValueError(f"a state has estimates, seed and draws, and this has {what or 'nothing'}")
+            raise ValueError(f"expected a state with estimates, seed and draws, got {what or 'an empty one'}")
         for name in ("seed", "draws"):
             value = state[name]
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-                raise ValueError(f"{name} of a state is a whole number, at least 0, and this is {_shown(value)}")
+                raise ValueError(f"{name} in the state must be a whole number of at least 0, got {_shown(value)}")
         if not isinstance(state["estimates"], Mapping):
-            raise ValueError(f"estimates of a state are ranges by name, and this is {_shown(state['estimates'])}")
+            raise ValueError(f"estimates in the state must be ranges by name, got {_shown(state['estimates'])}")
         modules = {*self.modules.names}
         others = [name for name in state["estimates"] if _module_of(name) not in modules]
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             raise ValueError(
-                f"the state is of another model: it has a range of {others[0]!r}{more}, module:operator:place, and the "
-                f"model has no such module. There are: {', '.join(map(repr, sorted(modules)[:8]))}"
+                f"the state is of another model: it has a range for {others[0]!r}{more} (module:operator:place), and "
+                f"this model has no such module. Its modules are: {', '.join(map(repr, sorted(modules)[:8]))}"
                 f"{', …' if len(modules) > 8 else ''}"
             )
         self.estimates.load_state_dict(state["estimates"])
@@ -338,21 +340,23 @@ def _check_arguments(model: Any, policy: Any) -> None:
     """
     if isinstance(model, type):
         name = model.__name__
-        raise TypeError(f"compress_activations was given the class {name}: give it a model, such as {name}(…)")
+        raise TypeError(
+            f"compress_activations expects a model, got the class {name}: pass an instance, such as {name}(…)"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"compress_activations was given {_shown(model)} as the model: give it a torch.nn.Module, and around a "
-            "function the module that the function calls"
+            f"compress_activations expects a torch.nn.Module as the model, got {_shown(model)}. For a function, pass "
+            "the module that the function calls"
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedError(
-            "compress_activations was given a model of torch.jit, whose operators nobody sees one by one: give it the "
-            "module that was scripted or traced. A scripted module inside of a model works, and is kept as it is"
+            "compress_activations cannot see the operators of a torch.jit model: pass the module before it is "
+            "scripted or traced. A scripted module inside a model is allowed, and is not compressed"
         )
     if not isinstance(policy, ActivationPolicy):
         raise TypeError(
-            f"policy is {_shown(policy)}: give an nb.ActivationPolicy; ActivationPolicy.load(path) reads one from a "
-            "file, and ActivationPolicy.from_dict takes a dictionary"
+            f"policy must be an nb.ActivationPolicy, got {_shown(policy)}. ActivationPolicy.load(path) reads one from "
+            "a file, and ActivationPolicy.from_dict makes one from a dictionary"
         )
 
 
@@ -374,9 +378,9 @@ def _refusal(error: object) -> UnsupportedError | None:
     if not isinstance(error, RuntimeError) or "torch.func" not in text or "saved tensor hooks" not in text:
         return None
     return UnsupportedError(
-        "torch.func.grad, vjp, jacrev and hessian cannot be used together with compress_activations: PyTorch allows no "
-        "hooks on saved tensors in them, and by these activations are compressed. Use torch.autograd.grad, or leave "
-        "the context for these calls. torch.func.jvp, jacfwd and vmap work inside"
+        "torch.func.grad, vjp, jacrev and hessian cannot be used together with compress_activations: it needs hooks on "
+        "saved tensors, which PyTorch does not allow in these functions. Use torch.autograd.grad, or call them outside "
+        "the context. torch.func.jvp, jacfwd and vmap work inside it"
     )
 
 

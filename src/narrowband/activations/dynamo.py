@@ -42,8 +42,8 @@ def obstacle() -> str | None:
         from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context  # noqa: F401
     except ImportError:
         return (
-            f"PyTorch {torch.__version__} does not say what a saved tensor of a compiled graph is; "
-            "train without torch.compile, or use another version"
+            f"compress_activations does not support compiled models with PyTorch {torch.__version__}: train without "
+            "torch.compile, or use another version of PyTorch"
         )
     return None
 

@@ -87,9 +87,9 @@ class Modules:
             for module in whole.modules():
                 if module is not whole and module in self.recomputed:
                     raise UnsupportedError(
-                        f"modules: {self.name_of(module)!r} is to be computed again and lies inside of "
-                        f"{self.name_of(whole) or 'the model'!r}, which is compiled: a graph has no modules. Name the "
-                        "compiled module, or compile the modules one by one"
+                        f"modules: {self.name_of(module)!r} cannot be recomputed: it lies inside "
+                        f"{self.name_of(whole) or 'the model'!r}, which is compiled, and a compiled graph has no "
+                        "modules. Name the compiled module, or compile the modules one by one"
                     )
         return compiled
 

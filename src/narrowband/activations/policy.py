@@ -123,7 +123,7 @@ class ActivationPolicy:
             object.__setattr__(self, each.name, plain_number(getattr(self, each.name)))  # the dataclass is frozen
         for field_, value in (("operators", self.operators), ("modules", self.modules)):
             if not isinstance(value, Mapping):
-                raise ValueError(f'{field_}={value!r} must say what has how many bits, such as {{"softmax": 4}}')
+                raise ValueError(f'{field_}={value!r} must be a dictionary of bits by name, such as {{"softmax": 4}}')
             object.__setattr__(self, field_, {name: plain_number(bits) for name, bits in value.items()})
         for name in self.operators:
             _check_name("operator", name, OPERATORS)
@@ -136,7 +136,7 @@ class ActivationPolicy:
             _check(where, bits, Bits)
         for name, choices in (("statistics", ("running", "sample")), ("rounding", ("stochastic", "nearest"))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(choices)}")
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
         for name in ("min_numel", "heads", "groups"):
             value = getattr(self, name)
             if value is None and name != "min_numel":
@@ -147,7 +147,7 @@ class ActivationPolicy:
         if not isinstance(self.derive, bool):
             raise ValueError(f"derive={self.derive!r} must be True or False")
         if type(self.decay) not in (int, float) or not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay!r} must be at least 0 and below 1: at 1 nothing would ever be learned")
+            raise ValueError(f"decay={self.decay!r} must be at least 0 and below 1")
 
     def _check_granularity(self) -> None:
         given = self.granularity
@@ -155,12 +155,12 @@ class ActivationPolicy:
             return
         if type(given) is not int or given < 8 or given % 8:
             raise ValueError(
-                f"granularity={given!r} is none of group, layer, and a number of neighbours, which is a multiple of 8"
+                f"granularity={given!r} must be 'group', 'layer', or a number of neighbours that is a multiple of 8"
             )
         if given > self.min_numel:
             raise ValueError(
-                f"granularity={given} is above min_numel={self.min_numel}: a tensor would be filled up to more than it "
-                "is. Raise min_numel, or take fewer neighbours"
+                f"granularity={given} must not be above min_numel={self.min_numel}: smaller tensors would be padded. "
+                "Raise min_numel, or lower granularity"
             )
 
     @property
@@ -290,11 +290,10 @@ def _check(where: str, bits: Any, kind: Any) -> None:
         return
     if bits in get_args(ModuleBits) and _recomputes(bits):
         raise ValueError(
-            f"{where}={bits!r}: only modules are computed again, as a whole, such as "
-            'modules={"blocks.*.mlp": "checkpoint"}'
+            f'{where}={bits!r}: only whole modules can be recomputed, such as modules={{"blocks.*.mlp": "checkpoint"}}'
         )
-    modules = ', and for modules "checkpoint", or "checkpoint:bits=8", 4 or 2' if kind is ModuleBits else ""
-    raise ValueError(f'{where}={bits!r}: there are 8, 4 and 2 bits, and "off"{modules}')
+    modules = ', or for modules "checkpoint" or "checkpoint:bits=8" (4, 2)' if kind is ModuleBits else ""
+    raise ValueError(f'{where}={bits!r} must be 8, 4, 2 or "off"{modules}')
 
 
 def _check_name(what: str, name: str, there: Iterable[str]) -> None:
@@ -302,4 +301,4 @@ def _check_name(what: str, name: str, there: Iterable[str]) -> None:
     if name not in names:
         close = get_close_matches(name, names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise ValueError(f"unknown {what} {name!r}{hint} There are: {', '.join(names)}")
+        raise ValueError(f"unknown {what} {name!r}{hint} Valid names: {', '.join(names)}")

@@ -233,7 +233,7 @@ class Estimates:
         """
         for name, value in state.items():
             if not isinstance(value, Tensor):
-                raise ValueError(f"{name}: a range is a tensor, (2, groups), and this is a {type(value).__name__}")
+                raise ValueError(f"{name}: expected a tensor of shape (2, groups), got {type(value).__name__}")
             if (
                 value.dim() != 2
                 or value.shape[0] != 2
@@ -241,10 +241,10 @@ class Estimates:
                 or value.layout != torch.strided
             ):
                 raise ValueError(
-                    f"{name}: a range is (2, groups) of floats, and this is {tuple(value.shape)} of {value.dtype}"
+                    f"{name}: expected a float tensor of shape (2, groups), got {tuple(value.shape)} of {value.dtype}"
                 )
             if not bool(torch.isfinite(value).all()) or bool((value[0] < 0).any()):
-                raise ValueError(f"{name}: widths and lower ends of ranges are finite, and widths at least 0")
+                raise ValueError(f"{name}: widths and lower ends of ranges must be finite, and widths at least 0")
         with self._lock:
             self._ranges = {
                 name: value.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -135,7 +135,7 @@ class Recorder:
 
     def ran(self, outputs: Any) -> None:
         """Note whether other hooks got what was saved for these outputs. A checkpoint's do not count: it saves less."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and hooks != self.hooks and hooks[0].__module__ != torch.utils.checkpoint.__name__:
             leaves = torch.utils._pytree.tree_leaves(outputs)
             self.covered |= any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)

@@ -99,11 +99,11 @@ def _warn_of_no_graph(module: nn.Module, name: str | None, count: int) -> None:
     if module not in _warned:  # once, not in every step
         _warned.add(module)
         log.warning(
-            "%s is to be compiled, and PyTorch made no graph of it. So nothing says which operators saved its tensors, "
-            "and %d that might have been compressed were kept as they are. PyTorch does not compile its own modules, "
-            "such as nn.Sequential or nn.TransformerEncoderLayer, by module.compile(): use torch.compile(module). Nor "
-            'does it compile under torch.compiler.set_stance("force_eager"): with TORCHDYNAMO_DISABLE=1 in its '
-            "place, operators are compressed one by one",
+            "torch.compile was applied to %s, but PyTorch made no graph of it. So the operators that saved its tensors "
+            "are unknown, and %d tensors that could have been compressed were kept unchanged. module.compile() does "
+            "not compile PyTorch's own modules, such as nn.Sequential or nn.TransformerEncoderLayer: use "
+            'torch.compile(module). Under torch.compiler.set_stance("force_eager") nothing is compiled: set '
+            "TORCHDYNAMO_DISABLE=1 instead, so that tensors are compressed operator by operator",
             f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})",
             count,
         )

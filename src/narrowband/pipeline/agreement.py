@@ -74,8 +74,8 @@ def agree(neighbour: Neighbour, channels: ChannelPairs, *, compress_in_eval: boo
     if theirs != own:
         raise ValueError(
             f"stages {neighbour.own} and {neighbour.other} do not agree on [forward, backward, configuration, "
-            f"compress_in_eval, steps done]: {own} here, {theirs} there. Give all stages the same, and states of one "
-            "step"
+            f"compress_in_eval, steps done]: {own} here, {theirs} there. Give all stages the same arguments, and load "
+            "states that were saved at the same step"
         )
     for channel in channels:
         ids = channel.reference_ids()

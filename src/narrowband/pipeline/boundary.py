@@ -112,9 +112,9 @@ class Boundary(nn.Module):
         """Return the restored tensors, as they arrive on the other side: a tensor for one, a tuple for several."""
         if self.training and is_in_backward() and not self._channels.exact:
             raise UnsupportedError(
-                "a boundary runs again inside backward, so activation checkpointing computes a part again that has it "
-                "in it. What it sends then is another message, and gradients would be those of that one: let parts end "
-                "at the boundary, and checkpoint those in front and behind"
+                "this boundary was called inside backward: activation checkpointing recomputes a part that contains "
+                "it. The second run would send another message, and gradients would not match the first one. Let the "
+                "checkpointed parts end before the boundary and begin after it"
             )
         at = At(*divmod(self._passes, self._microbatches))
         samples, self.samples = self.samples, None
@@ -148,9 +148,9 @@ class Boundary(nn.Module):
         """
         if not isinstance(state, Mapping) or (lacking := {"passes", "channels"} - state.keys()):
             what = f"lacks {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else f"is {type(state).__name__}"
-            raise ValueError(f"this is no state of a boundary: it {what}")
+            raise ValueError(f"this is not the state of a boundary: it {what}")
         if type(state["passes"]) is not int or state["passes"] < 0:
-            raise ValueError(f"the state has {state['passes']!r} for passes, and a number from 0 on belongs there")
+            raise ValueError(f"'passes' in the state must be a whole number of at least 0, got {state['passes']!r}")
         self._channels.load_state_dict(state["channels"])
         self._passes = state["passes"]
 

@@ -160,7 +160,7 @@ class Compensated(Carrier):
             shape = [int(size) for size in key.split("x") if size.isdecimal()]
             if _key_of(shape) != key or not self._feedback.fits(name, value, {key: shape}, {}):
                 raise ValueError(
-                    f"the state holds {value.numel()} elements for {name!r}, and that is no tensor's shape of so many"
+                    f"the state has {value.numel()} elements under {name!r}, which do not fit the shape in this name"
                 )
 
     def _has_buffer(self, key: str) -> bool:
@@ -220,7 +220,9 @@ class BySample(Carrier):
 
     def check_keys(self, state: Mapping[str, Any]) -> None:
         if others := ", ".join(sorted(state.keys() - {self._name})):
-            raise ValueError(f"the state holds buffers of {others}, and this is {self._name}: another boundary")
+            raise ValueError(
+                f"the state has buffers of {others}, but this channel is {self._name}: the state is of another boundary"
+            )
 
 
 class AtPlaces(Carrier):
@@ -279,7 +281,7 @@ def _key_of(shape: Sequence[int]) -> str:
 def _named(message: Message) -> Tensor:
     if message.samples is None:
         raise ValueError(
-            "aq-sgd needs to know the samples of every micro-batch: set .samples to their ids (int64, one for each) "
-            "before the step"
+            "aq-sgd needs the sample ids of every micro-batch: before the step, set .samples to an int64 tensor with "
+            "one id for each sample"
         )
     return message.samples

@@ -109,12 +109,9 @@ class Channel:
         forward: Channel | None = None,
     ) -> None:
         if warmup_steps < 0 or warmup_epochs < 0:
-            raise ValueError(
-                f"warmup_steps={warmup_steps} and warmup_epochs={warmup_epochs} must be at least 0: so many are "
-                "uncompressed at first"
-            )
+            raise ValueError(f"warmup_steps={warmup_steps} and warmup_epochs={warmup_epochs} must be at least 0")
         if warmup_steps and warmup_epochs:
-            raise ValueError("a warm-up lasts warmup_steps or warmup_epochs; give one of them")
+            raise ValueError("warmup_steps and warmup_epochs cannot be given together: give one of them")
         chosen, self.reuses = _parsed(spec)
         self.compression = chosen
         self.codec = chosen.codec
@@ -138,33 +135,35 @@ class Channel:
         """
         if not self.codec.fixed_size:
             raise UnsupportedError(
-                f"{self}: the length of its payloads depends on the data, and a stage has to know what to receive; "
-                "use topk"
+                f"{self} cannot be used between stages: the length of its payloads depends on the data, and the "
+                "receiver must know the length in advance. Use topk"
             )
         state = self._state
         if state is not None and not state.takes_activations:
             raise UnsupportedError(
-                f"{self} is for gradients of data parallelism; between stages use a codec, with +ef, +ef-mixed, +ef21 "
-                "or +aq-sgd if wanted"
+                f"{self} works only for gradients of data parallelism. Between stages use a codec, alone or with +ef, "
+                "+ef-mixed, +ef21 or +aq-sgd"
             )
         if not self.reuses:
             if isinstance(state, SampleState):
                 return BySample(self.codec, state, self._name)
             return Compensated(self.codec, state) if isinstance(state, Feedback) else Carrier(self.codec)
         if forward is None:
-            raise UnsupportedError("reuse=forward takes the indices of the forward direction, so it is for backward")
+            raise UnsupportedError(
+                "reuse=forward is valid only in the backward spec: it uses the indices that the forward direction chose"
+            )
         if not isinstance(forward.codec, SelectingCodec) or forward.by_sample:
             raise UnsupportedError(
-                f"reuse=forward takes the indices that topk chose forward, and forward is {str(forward)!r}; use topk "
-                "there, or leave out reuse=forward"
+                f"reuse=forward uses the indices that topk chose in the forward direction, but the forward spec is "
+                f"{str(forward)!r}: use topk without aq-sgd there, or remove reuse=forward"
             )
         if state is not None:
-            raise UnsupportedError(f"{self}: reuse=forward works without feedback")
+            raise UnsupportedError(f"{self}: reuse=forward cannot be combined with feedback")
         assert isinstance(self.codec, SelectingCodec)
         if self.codec.density != forward.codec.density:
             raise ValueError(
-                f"reuse=forward takes forward's elements, and density={self.codec.density} is not forward's "
-                f"{forward.codec.density}"
+                "reuse=forward sends the elements that the forward direction chose: expected forward's density="
+                f"{forward.codec.density}, got density={self.codec.density}"
             )
         forward.keeps_places = True
         return AtPlaces(self.codec, forward.codec, forward.take_places)
@@ -197,8 +196,8 @@ class Channel:
             return at.step < self._warmup_steps
         if self._epoch is None:
             raise ValueError(
-                f"warmup_epochs={self._warmup_epochs} counts epochs: call set_epoch(epoch) at the beginning of each, "
-                "from 0 on"
+                f"warmup_epochs={self._warmup_epochs} is set, but set_epoch was not called: call set_epoch(epoch) at "
+                "the beginning of every epoch, from 0 on"
             )
         return self._epoch < self._warmup_epochs
 
@@ -366,9 +365,10 @@ class Channel:
         places = self._places.get((at, shape))
         if places is None:
             raise UnsupportedError(
-                f"no indices are left for a gradient of shape {shape} at step {at.step}, micro-batch {at.microbatch}: "
-                "nothing of that shape went forward there, or another step has begun since. A Boundary that is called "
-                "several times before backward has to know how often: microbatches=2 for two calls"
+                f"reuse=forward: no indices are left for the gradient of shape {shape} at step {at.step}, micro-batch "
+                f"{at.microbatch}: no tensor of this shape was sent forward then, its gradient has been sent already, "
+                "or a later step has begun. If a Boundary is called several times before backward, set microbatches "
+                "to the number of calls"
             )
         yield places
         del self._places[at, shape]
@@ -387,8 +387,8 @@ class Channel:
         if self._state is not None and at <= self._last:
             raise UnsupportedError(
                 f"step {at.step}, micro-batch {at.microbatch} comes after step {self._last.step}, micro-batch "
-                f"{self._last.microbatch}: with {self} both ends must see them in one order. Use a schedule that keeps "
-                "it, or a spec without feedback"
+                f"{self._last.microbatch}. With {self} both ends must see micro-batches in one order: use a schedule "
+                "that keeps the order, or a spec without feedback"
             )
 
     def _message(self, at: At, samples: Tensor | None, training: bool, places: Tensor | None = None) -> Message:
@@ -415,14 +415,18 @@ class Channel:
         """Raise ValueError unless :meth:`load_state_dict` can take this state; nothing changes."""
         if not isinstance(state, Mapping) or (lacking := {"spec", "state", "last"} - state.keys()):
             what = f"lacks {', '.join(sorted(lacking))}" if isinstance(state, Mapping) else f"is {type(state).__name__}"
-            raise ValueError(f"this is no state of a channel: it {what}")
+            raise ValueError(f"this is not the state of a channel: it {what}")
         if state["spec"] != str(self):
-            raise ValueError(f"the state was kept for {state['spec']!r}, and this is {str(self)!r}")
+            raise ValueError(
+                f"the state is of a channel with spec {state['spec']!r}, but this channel has {str(self)!r}"
+            )
         last = state["last"]
         if not isinstance(last, Sequence) or len(last) != 2 or not all(type(x) is int and x >= -1 for x in last):
-            raise ValueError(f"the state has {last!r} as the last message, and a step and a micro-batch belong there")
+            raise ValueError(f"'last' in the state must be (step, micro-batch), two whole numbers, got {last!r}")
         if not isinstance(state["state"], Mapping):
-            raise ValueError(f"the state has {type(state['state']).__name__} where a dictionary of buffers belongs")
+            raise ValueError(
+                f"'state' in the state must be a dictionary of buffers, got {type(state['state']).__name__}"
+            )
         if self._state is not None:
             self._state.check_state(state["state"])
             self._carrier.check_keys(state["state"])
@@ -439,9 +443,9 @@ def _parsed(spec: str | Codec | Compression) -> tuple[Compression, bool]:
     if not reused:
         return compression(spec), False
     if reused != ["forward"]:
-        raise ValueError(f"reuse={reused[-1]} in {spec!r}: only reuse=forward exists")
+        raise ValueError(f"reuse={reused[-1]} in {spec!r}: only reuse=forward is possible")
     rest = f"{name}:{','.join(pairs)}" if pairs else name
     chosen = compression(rest + plus + feedback)
     if not isinstance(chosen.codec, SelectingCodec):
-        raise UnsupportedError(f"{spec!r}: only topk can take the elements that another direction chose")
+        raise UnsupportedError(f"{spec!r}: only topk can be combined with reuse=forward")
     return chosen, True

@@ -136,10 +136,10 @@ class ChannelPairs:
     def check_state(self, state: object) -> None:
         """Raise ValueError unless :meth:`load_state_dict` can take this state; nothing changes."""
         if not isinstance(state, Sequence) or len(state) > _MOST_TENSORS:
-            raise ValueError(f"the state has {type(state).__name__} where two channels for each tensor belong")
+            raise ValueError(f"the state must hold two channels for each tensor, got {type(state).__name__}")
         for tensor, pair in enumerate(state):
             if not isinstance(pair, Sequence) or len(pair) != 2:
-                raise ValueError(f"the state has {type(pair).__name__} where two channels of tensor {tensor} belong")
+                raise ValueError(f"the state of tensor {tensor} must hold two channels, got {type(pair).__name__}")
             own = self._pairs[tensor] if tensor < len(self._pairs) else self._pair(tensor)
             for channel, one in zip(own, pair, strict=True):
                 channel.check_state(one)

@@ -112,9 +112,9 @@ class CompressedStage(PipelineStage):
     ) -> None:
         if submodule is not bare(submodule) and ddp_of(submodule) is not None:
             raise UnsupportedError(
-                "this is the torch.compile wrapper of a DistributedDataParallel, which PyTorch's stage does not take "
-                "for one: it would average after single micro-batches, and replicas would part. Compile first: "
-                "DistributedDataParallel(torch.compile(part))"
+                "the submodule is torch.compile(DistributedDataParallel(part)), which PyTorch's stage does not "
+                "recognize as a DistributedDataParallel: it would average after single micro-batches, and replicas "
+                "would diverge. Compile first: DistributedDataParallel(torch.compile(part))"
             )
         super().__init__(submodule, stage_index, num_stages, device, **options)
         there, back = (
@@ -207,10 +207,10 @@ class CompressedStage(PipelineStage):
         """
         if ddp_of(self.submod) is not None:
             raise UnsupportedError(
-                "a zero bubble schedule computes gradients of parameters in a pass of its own, of which "
-                "DistributedDataParallel does not hear, so replicas would part: leave DistributedDataParallel out, and "
-                "average the part itself: compress_gradients(part, spec, process_group=…), with 'none' as the spec if "
-                "nothing is to be compressed"
+                "a zero bubble schedule computes gradients of parameters in a separate pass, which "
+                "DistributedDataParallel does not notice, so replicas would diverge. Remove DistributedDataParallel, "
+                "and average with compress_gradients(part, spec, process_group=…), where the spec 'none' does not "
+                "compress"
             )
         self._check_units("a zero bubble schedule")
         return super().backward_weight_one_chunk(*args, **kwargs)
@@ -250,10 +250,10 @@ class CompressedStage(PipelineStage):
         units = self._units
         if units and self.submod not in units:
             raise UnsupportedError(
-                f"{who} needs FSDP2 to reduce gradients after the last micro-batch, which a stage has it do where "
-                f"fully_shard was called with the stage's module itself; it was called with modules inside of this "
-                f"{type(self.submod).__name__} alone: call fully_shard(part), too, and compile its layers and not the "
-                "part, or compile in place, part.compile()"
+                f"{who} needs FSDP2 to reduce gradients after the last micro-batch. PyTorch's stage does this only if "
+                "fully_shard was called with the stage's module itself, but it was called only with modules inside "
+                f"this {type(self.submod).__name__}: call fully_shard(part), too. If the part is compiled, compile its "
+                "layers instead, or compile in place with part.compile()"
             )
 
     def clear_runtime_states(self) -> None:
@@ -270,8 +270,8 @@ class CompressedStage(PipelineStage):
         if any(side.by_sample for side in sides):
             if self.samples is None:
                 raise ValueError(
-                    "aq-sgd needs to know the samples of every batch: on every rank, set stage.samples to their ids "
-                    "(int64, one for each) before every step"
+                    "aq-sgd needs the sample ids of every batch: before every step, on every rank, set stage.samples "
+                    "to an int64 tensor with one id for each sample"
                 )
             self._whole, self.samples = self.samples, None
         self._step += 1
@@ -281,8 +281,8 @@ class CompressedStage(PipelineStage):
             result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
         if not self._predates_metadata and self._stage_meta.has_dtensors():
             raise UnsupportedError(
-                "a CompressedStage sends plain tensors, and a DTensor crosses this boundary: convert it, or use "
-                "PipelineStage"
+                "a DTensor crosses this boundary, and a CompressedStage sends only plain tensors: convert it to a "
+                "plain tensor, or use PipelineStage"
             )
         self._transfers.numbers.add(num_microbatches)
         return result
@@ -316,9 +316,9 @@ class CompressedStage(PipelineStage):
             x, meta = op.tensor, metas[number]
             if x.shape != meta.shape or x.dtype != meta.dtype:
                 raise ValueError(
-                    f"stage {self.stage_index}, micro-batch {microbatch}: tensor {number} is {tuple(x.shape)} "
-                    f"{x.dtype}, and was {tuple(meta.shape)} {meta.dtype} at first; a pipeline has static shapes: drop "
-                    "what does not fill the last batch, or pad it"
+                    f"stage {self.stage_index}, micro-batch {microbatch}: expected tensor {number} of shape "
+                    f"{tuple(meta.shape)} and {meta.dtype}, as in the first step, got {tuple(x.shape)} and {x.dtype}. "
+                    "A pipeline has static shapes: drop or pad the last batch if it is smaller"
                 )
             if self._compresses(x):
                 assert side is not None
@@ -399,8 +399,8 @@ class CompressedStage(PipelineStage):
         if len(self._whole) not in [number * size for number in self._transfers.numbers]:
             numbers = " or ".join(map(str, sorted(self._transfers.numbers)))
             raise ValueError(
-                f"stage.samples has {len(self._whole)} ids, and a batch is {numbers} micro-batches of {size} samples: "
-                "set it to one id for each sample of the whole batch"
+                f"stage.samples has {len(self._whole)} ids, but the batch has {numbers} micro-batches of {size} "
+                "samples: give one id for each sample of the whole batch"
             )
         return self._whole[microbatch * size : (microbatch + 1) * size]
 
@@ -464,17 +464,21 @@ class CompressedStage(PipelineStage):
                 Nothing has been changed then.
         """
         if self._agreed:
-            raise ValueError("the state of a stage is loaded before its first step: make a new CompressedStage")
+            raise ValueError(
+                "a state must be loaded before its first step, and this stage has done one: make a new CompressedStage"
+            )
         sides = {"before": self._before, "behind": self._behind}
         missing = {"step", *sides} - (state.keys() if isinstance(state, Mapping) else set())
         if missing:
-            raise ValueError(f"this is no state of a CompressedStage: it lacks {', '.join(sorted(missing))}")
+            raise ValueError(f"this is not the state of a CompressedStage: it lacks {', '.join(sorted(missing))}")
         if state.get("stage", self.stage_index) != self.stage_index:  # earlier states do not say
-            raise ValueError(f"this is the state of stage {state['stage']}, and not of stage {self.stage_index}")
+            raise ValueError(f"the state is of stage {state['stage']}, but this is stage {self.stage_index}")
         if any((side is None) != (state[name] is None) for name, side in sides.items()):
-            raise ValueError("this is the state of another stage: one has neighbours that the other has not")
+            raise ValueError(
+                "the state is of a stage at another place in the pipeline: it has other neighbours than this stage"
+            )
         if type(state["step"]) is not int or state["step"] < -1:
-            raise ValueError(f"the state has {state['step']!r} for step, and the number of one from 0 on belongs there")
+            raise ValueError(f"'step' in the state must be a whole number of at least -1, got {state['step']!r}")
         there = [(side, state[name]) for name, side in sides.items() if side is not None]
         for side, own in there:
             side.check_state(own)
@@ -501,5 +505,5 @@ def _each(specs: Any, number: int, name: str) -> list[Any]:
     if isinstance(specs, str) or not isinstance(specs, Sequence):
         return [specs] * number
     if len(specs) != number:
-        raise ValueError(f"{name} has {len(specs)} specs, and there are {number} boundaries: give one, or one for each")
+        raise ValueError(f"{name} has {len(specs)} specs, but there are {number} boundaries: give one, or one for each")
     return list(specs)
