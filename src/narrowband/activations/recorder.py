@@ -136,7 +136,9 @@ class Recorder:
     def ran(self, outputs: Any) -> None:
         """Note whether other hooks got what was saved for these outputs. A checkpoint's do not count: it saves less."""
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and hooks != self.hooks and hooks[0].__module__ != torch.utils.checkpoint.__name__:
+        if hooks is None or hooks == self.hooks:
+            return
+        if getattr(hooks[0], "__module__", None) != torch.utils.checkpoint.__name__:  # a builtin function has no module
             leaves = torch.utils._pytree.tree_leaves(outputs)
             self.covered |= any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
 
