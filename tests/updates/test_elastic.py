@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -18,7 +19,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.averaging import replicas
-from narrowband.updates import elastic
+from narrowband.updates import elastic, fragments
 from narrowband.updates import rounds as rounds_of
 from narrowband.updates.rendezvous import serve
 from tests.gradients.training import adamw, flat, heard, loss_of, mlp, refusal, sgd, train
@@ -435,6 +436,9 @@ def interrupted(rank, world_size, address, where):
             handle._meeting.vote = stops(handle._meeting.vote, after=True)
         elif where == "while the mean is applied":
             handle._apply = stops(handle._apply, after=False)
+        elif where == "while it takes its update":
+            difference = fragments._take_difference
+            fragments._take_difference = stops(difference, after=True)  # the first tensor has changed
         else:
             handle._meeting._meet = stops(handle._meeting._meet, after=False)
     else:
@@ -460,12 +464,21 @@ def interrupted(rank, world_size, address, where):
             seen[handle.rounds] = flat(model)
             missing += len(handle.peers) < world_size
     handle.remove()
+    if where == "while it takes its update" and rank == 2:
+        fragments._take_difference = difference
     return seen, kept, missing
 
 
 @pytest.mark.parametrize(
     "where",
-    ["while it waits", "in an exchange", "after an exchange", "after the vote", "while the mean is applied"],
+    [
+        "while it takes its update",
+        "while it waits",
+        "in an exchange",
+        "after an exchange",
+        "after the vote",
+        "while the mean is applied",
+    ],
 )
 def test_a_peer_that_was_interrupted_goes_on_and_is_equal_again(store, where):
     """And nobody waits for a time-out, which would be five minutes."""
@@ -480,6 +493,95 @@ def test_a_peer_that_was_interrupted_goes_on_and_is_equal_again(store, where):
         if rank == 2 and not voted:
             before, after = kept
             assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def interrupt(stop_at, passed, until=None):
+    """Let Ctrl-C come at one of the lines of rounds among peers that run from now on, for the first time each, until a
+    function is called; note those before it.
+    """
+
+    def traced(frame, event, _):
+        code = frame.f_code
+        if not code.co_filename.endswith(("updates/elastic.py", "updates/rendezvous.py")):
+            return None
+        if code.co_name == until:
+            sys.settrace(None)
+            return None
+        if event == "line" and (line := (code.co_filename, frame.f_lineno)) not in passed:
+            passed.append(line)
+            if len(passed) == stop_at:
+                raise KeyboardInterrupt  # which ends the tracing
+        return traced
+
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # those that run already
+        frame.f_trace = traced
+    sys.settrace(traced)
+
+
+def interrupted_anywhere(rank, world_size, address, where):
+    """One run for each line of a round, in which Ctrl-C comes there: whether the round was committed; the residuals
+    before and after it; and what keeps the peer from its next round.
+    """
+    seen = []
+    for line in range(1, 1000):
+        model, optimizer, handle = join(address, rank, begin_with=1, run=f"{where} {line}")
+        train(model, rank, range(3), optimizer)
+        before = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+        passed, turn = [], handle._meeting._turn()
+        exchange, vote = handle._exchange, handle._meeting.vote
+
+        def breaks_off(fragments, handle=handle, exchange=exchange, line=line, passed=passed, **options):
+            handle._exchange = exchange
+            exchange(fragments, **options)
+            handle._engine.error = RuntimeError("the wire broke")
+            interrupt(line, passed, until="arrive")
+            raise handle._engine.error
+
+        def is_interrupted(view, handle=handle, vote=vote, line=line, passed=passed, **options):
+            handle._meeting.vote = vote
+            if where == "again after the vote":
+                vote(view, **options)
+            interrupt(line, passed)
+            raise KeyboardInterrupt
+
+        if where == "where the exchange breaks off":
+            handle._exchange = breaks_off
+        elif where.startswith("again"):  # it comes once where the peer votes, and once more after that
+            handle._meeting.vote = is_interrupted
+        optimizer.zero_grad()
+        loss_of(model, 3, rank).backward()
+        with contextlib.suppress(KeyboardInterrupt):
+            if where == "anywhere":
+                interrupt(line, passed)
+            optimizer.step()
+        sys.settrace(None)
+        after = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+        last = handle._meeting._turn()
+        committed = last > turn and handle._meeting._outcome(last) == "commit"
+        seen.append((committed, before, after, refusal(lambda handle=handle: handle._check_between_steps("average"))))
+        handle.remove()
+        if len(passed) < line:
+            return seen
+    raise AssertionError("a round has fewer lines")
+
+
+@pytest.mark.parametrize(
+    "where", ["anywhere", "where the exchange breaks off", "again before the vote", "again after the vote"]
+)
+def test_wherever_a_peer_is_interrupted_its_residuals_are_those_of_the_rounds_outcome(store, where):
+    """Of a round that was committed they are what it did not send, and otherwise those before it."""
+    (seen,) = run_ranks(interrupted_anywhere, 1, store, where, group=False, timeout_s=300.0)
+    outcomes = [committed for committed, *_ in seen]
+    expected = {"again before the vote": {False}, "again after the vote": {True}}.get(where, {False, True})
+    assert set(outcomes) == expected
+    assert len(seen) > (80 if where == "anywhere" else 10)
+    sent = next((after for committed, _, after, _ in reversed(seen) if committed), None)
+    for committed, before, after, refused in seen:
+        assert refused is None
+        assert not committed or not all(torch.equal(after[name], before[name]) for name in before)
+        due = sent if committed else before
+        assert all(torch.equal(after[name], due[name]) for name in before)
 
 
 # ---- steps, lateness, ends -------------------------------------------------------------------------------------------

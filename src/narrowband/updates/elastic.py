@@ -48,7 +48,7 @@ from narrowband.updates.rounds import Rounds, UpdateCompression, said_of
 from narrowband.updates.stepping import facts_of, in_training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -115,6 +115,8 @@ class ElasticUpdateCompression(UpdateCompression):
         self._counted, self._has_counted = 0.0, False
         self._round = -1  # number of commits since the peers' run began in the store; -1: not in a round yet
         self._has_its_round = True  # whether the parameters are those of `_round`: no later round was left midway
+        # The round that this peer is in, and how to undo its exchange, until the peer has learned the outcome.
+        self._unsettled: tuple[View, Callable[[], None]] | None = None
         self._rounds_before = 0  # rounds of the run before, from which a state was loaded
         self.peers: tuple[str, ...] = ()
         facts = _facts(model, optimizers, settings, rounds)
@@ -193,14 +195,25 @@ class ElasticUpdateCompression(UpdateCompression):
         self._before_step(stepping=False)
         tensors = self._averaged.tensors()
         weight = float(self._steps) if self._rounds.weigh == "steps" else self._counted
-        brings = self._take_updates(self._fragments, tensors)
         self._steps, self._counted = 0, 0.0
+        with self._changing():
+            brings = self._take_updates(self._fragments, tensors)
         before = self._snapshot()
         try:
             self._hold(weight, lambda view: self._relink(view, before), lambda: self._put_back(before), brings=brings)
         finally:
-            self._whole.keep(tensors, parameters=False)
+            with self._changing():
+                self._whole.keep(tensors, parameters=False)
             self._held_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Count as behind, and so get parameters in the next round, if this is left by an exception: tensors or anchors
+        may be changed in part then.
+        """
+        has, self._has_its_round = self._has_its_round, False
+        yield
+        self._has_its_round = has
 
     @property
     def _whole(self) -> Fragment:
@@ -215,8 +228,8 @@ class ElasticUpdateCompression(UpdateCompression):
     def _hold(
         self, weight: float, link: Callable[[View], None], put_back: Callable[[], None], *, brings: bool = True
     ) -> None:
-        """Repeat a round until it is committed, and apply it. A peer that leaves a round between its vote and its end,
-        as by Ctrl-C, is behind, and gets parameters in its next round.
+        """Repeat a round until it is committed, and apply it. A peer that leaves a committed round before its end, as
+        by Ctrl-C, is behind, and gets parameters in its next round.
 
         Args:
             weight: weight of this peer's update.
@@ -229,26 +242,29 @@ class ElasticUpdateCompression(UpdateCompression):
             if time.monotonic() > end:
                 raise RendezvousError(f"exchanges have broken off for {self._rules.patience_s:g} s; the log says why")
             view = self._meeting.arrive(self._round if self._has_its_round else min(self._round, 0), weight)
+            self._unsettled = view, put_back
             good, took, self._has_its_round = False, None, False
             try:
-                if self._meeting.is_open(view):
-                    if view.fresh or not self._linked:
-                        self._longest_s = None
-                        link(view)
-                        self._linked = True
-                        self._check_next = True  # on all peers of a fresh view, so that all check in the same round
-                    took = self._meet(view, brings=brings)
-                    good = True
-            except RendezvousError:
-                raise
-            except BaseException as error:
-                if not isinstance(error, RuntimeError) or isinstance(error, UnsupportedError):
-                    self._meeting.vote(view, good=False)
-                    self._undo(put_back)
+                try:
+                    if self._meeting.is_open(view):
+                        if view.fresh or not self._linked:
+                            self._longest_s = None
+                            link(view)
+                            self._linked = True
+                            self._check_next = True  # on all peers of a fresh view, so that all check in the same round
+                        took = self._meet(view, brings=brings)
+                        good = True
+                except (RendezvousError, UnsupportedError):
                     raise
-                number = view.round + self._rounds_before  # errors of the network: gloo raises RuntimeError
-                log.warning("round %d: the exchange broke off, and is held again: %s", number, error)
-            if self._meeting.vote(view, good=good, within_s=self._breaks_off_after_s()):
+                except RuntimeError as error:  # errors of the network: gloo raises RuntimeError
+                    number = view.round + self._rounds_before
+                    log.warning("round %d: the exchange broke off, and is held again: %s", number, error)
+                committed = self._meeting.vote(view, good=good, within_s=self._breaks_off_after_s())
+            except BaseException:
+                self._leave_round()
+                raise
+            if committed:
+                self._unsettled = None
                 self._expect(took)
                 if took is not None:  # otherwise all weights are 0, and there is no mean
                     self._apply(self._fragments, self._averaged.tensors())
@@ -257,11 +273,32 @@ class ElasticUpdateCompression(UpdateCompression):
                 return
             self._undo(put_back)
 
+    def _leave_round(self) -> None:
+        """Vote against the round whose outcome this peer does not know, if there is one, and undo its exchange unless
+        it was committed all the same. If this is interrupted, too, it can be called again.
+        """
+        if self._unsettled is None:
+            return
+        view, put_back = self._unsettled
+        try:
+            committed = self._meeting.vote(view, good=False)
+        except RendezvousError:  # nobody will know; the parameters are those of the last round
+            committed = False
+        if committed:
+            self._unsettled = None
+        else:
+            self._undo(put_back)
+
     def _undo(self, put_back: Callable[[], None]) -> None:
         """Close the connections, and restore this peer's state from before the round."""
         self._unlink()
         put_back()
         self._has_its_round = True
+        self._unsettled = None
+
+    def _check_between_steps(self, what: str) -> None:
+        self._leave_round()
+        super()._check_between_steps(what)
 
     def _breaks_off_after_s(self) -> float:
         """Return the seconds after which an exchange is broken off now."""
@@ -331,9 +368,7 @@ class ElasticUpdateCompression(UpdateCompression):
         }
 
     def _put_back(self, before: Mapping[str, Any]) -> None:
-        """Undo an exchange: restore a snapshot."""
-        for update, copy in zip(self._whole.updates, before["updates"], strict=True):
-            update.copy_(copy)
+        """Undo what an exchange has changed, except for the updates, whose memory may be in use as anchors again."""
         self.layers.load(before["specs"], before["feedback"])
         self._saved.load_lengths(before["length"])
         self._step = before["step"]
@@ -357,6 +392,8 @@ class ElasticUpdateCompression(UpdateCompression):
     def _relink(self, view: View, before: Mapping[str, Any]) -> None:
         """Connect to the peers of a view. Peers that are behind get what they lack from the first."""
         self._unlink()
+        for update, copy in zip(self._whole.updates, before["updates"], strict=True):
+            update.copy_(copy)
         own = {name: before["kinds"][name].moved(values, view.size) for name, values in before["feedback"].items()}
         self._reconnect(self._open(view), before["specs"], own)
         if view.some_are_behind:
@@ -383,6 +420,7 @@ class ElasticUpdateCompression(UpdateCompression):
     def _unlink(self) -> None:
         if "_engine" in vars(self):
             self._disconnect()
+            self._engine.error = None  # it stopped connections that are closed now; the next ones have their own engine
             self._peers.group = None  # dropping the group closes its connections, which peers that wait notice
         self._linked = False
         if dist.is_initialized():

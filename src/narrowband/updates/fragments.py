@@ -266,11 +266,11 @@ class Fragment:
             Whether the updates are finite.
         """
         finite = True
+        self.anchored = False  # first, since what is interrupted has swapped a part of them
         for group in self.groups:
             group.update = self._here(group, tensors)
             for _, x, part in group.parts(group.update, tensors):
                 finite &= _take_difference(x, part)
-        self.anchored = False
         return finite
 
     def go_along(self, tensors: Mapping[str, Tensor], outer: OuterStep) -> None:

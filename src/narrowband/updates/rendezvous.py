@@ -235,8 +235,8 @@ class Meeting:
             while True:
                 turn = self._turn() + 1
                 slot = self._store.add(f"{turn}/arrived", 1) - 1
-                self._store.set(f"{turn}/{slot}", json.dumps(asdict(own)))
                 try:
+                    self._store.set(f"{turn}/{slot}", json.dumps(asdict(own)))
                     self._meet(turn, own, end)
                 except BaseException:  # Ctrl-C, too: a peer that does not wait any longer must not be put into a view
                     with contextlib.suppress(RuntimeError, OSError):
@@ -375,7 +375,8 @@ class Meeting:
             within_s: seconds to wait for the others' votes, by default ``exchange_s``.
 
         Returns:
-            Whether the round is committed. Never if this peer's vote was not good.
+            Whether the round is committed. If this peer's vote is not good, the round is committed only if the peer had
+            voted before, and the vote was good then.
 
         Raises:
             RendezvousError: the store does not answer.
