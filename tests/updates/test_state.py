@@ -185,16 +185,47 @@ def test_states_of_different_steps_since_one_round_are_refused_on_all(options, m
 
 
 def other_outer_states(rank, world_size):
-    _, _, handle = begin("none", outer=nesterov)
-    good = handle.state_dict()
-    outers = ({}, {"param_groups": [{"params": [0]}]})
-    states = [good | {"updates": good["updates"] | {"outer": outer}} for outer in outers]
+    """Refusals of states of another outer optimizer, on all ranks and then on one; and what all train on to."""
+    model, optimizer, handle = begin("none", outer=nesterov, every=2)
+    train(model, rank, range(4), optimizer)
+    good = copy.deepcopy(handle.state_dict())
+
+    def changed(**parts):
+        return good | {"updates": good["updates"] | {"outer": good["updates"]["outer"] | parts}}
+
+    own = good["updates"]["outer"]
+    kept, (group,) = own["state"], own["param_groups"]
+    first, second = kept[0]["momentum_buffer"], kept[1]["momentum_buffer"]
+    states = [
+        good | {"updates": good["updates"] | {"outer": {}}},
+        changed(param_groups=[{"params": [0]}]),
+        changed(param_groups=[group | {"params": [[number] for number in group["params"]]}]),
+        changed(param_groups=[group | {"params": [str(number) for number in group["params"]]}]),
+        changed(state={}, param_groups=7),
+        changed(state=7),
+        changed(state=kept | {0: {"momentum_buffer": first.t()}}),
+        changed(state=kept | {0: kept[1], 1: kept[0]}),
+        changed(state=kept | {0: {"momentum_buffer": first.tolist()}}),
+        changed(state=kept | {1: {"momentum_buffer": second * torch.inf}}),
+    ]
     errors = [refusal(lambda state=state: handle.load_state_dict(state)) for state in states]
-    handle.load_state_dict(good)
-    return errors
+    of_one = [refusal(lambda state=state: handle.load_state_dict(state if rank else good)) for state in states]
+    train(model, rank, range(4, 6), optimizer)
+    after = flat(model)
+    handle.remove()
+    again, optimizer, handle = begin("none", outer=nesterov, every=2)
+    train(again, rank, range(6), optimizer)
+    return errors, of_one, torch.equal(after, flat(again))
 
 
-def test_an_outer_optimizer_of_other_groups_is_refused_before_anything_is_loaded():
-    for errors in run_ranks(other_outer_states, 2):
-        assert [kind for kind, _ in errors] == ["ValueError"] * 2
-        assert all("other parameter groups" in text for _, text in errors)
+def test_a_state_of_another_outer_optimizer_is_refused_on_all_before_anything_is_loaded():
+    words = ["with other parameter groups"] * 5 + ["says nothing of its parameters"]
+    words += ["its momentum_buffer of parameter 0 has shape (24, 40), and the parameter here has shape (40, 24)"]
+    words += ["its momentum_buffer of parameter 0 has shape (40,), and the parameter here has shape (40, 24)"]
+    words += ["its momentum_buffer of parameter 0 has type list", "holds inf or NaN in its momentum_buffer"]
+    for errors, of_one, as_without in run_ranks(other_outer_states, 2):
+        for found in (errors, of_one):
+            for (kind, text), word in zip(found, words, strict=True):
+                assert kind in ("ValueError", "DisagreementError")
+                assert word in text
+        assert as_without

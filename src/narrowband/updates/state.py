@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["SavedRounds", "UnderWay"]
 
 _KEYS = {"every", "fragments", "split", "steps", "anchor", "under way", "outer", "length", "skipped"}
+
+#: What optimizers of torch.optim keep for each parameter in a tensor of the parameter's shape. Tensors of other names
+#: may have any shape.
+_LIKE_PARAMETERS = {
+    "momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "acc_delta",
+    "sum", "prev", "step_size", "ax",
+}  # fmt: skip
+
 _UNDER_WAY = {"at", "steps", "sample", "means"}
 
 
@@ -154,9 +162,7 @@ class SavedRounds:
         if (own["outer"] is None) != (self.outer is None):
             raise ValueError("the state is of another outer step: one of the two is an optimizer")
         if self.outer is not None:
-            if _sizes(own["outer"]) != _sizes(self.outer.state_dict()):
-                raise ValueError("the state is of an outer optimizer with other parameter groups")
-            _check_outer(own["outer"])
+            _check_outer(own["outer"], self.outer)
         if not isinstance(own["length"], Sequence) or len(own["length"]) != len(self._measured):
             raise ValueError("the state is of another outer step: one of the two is outer='auto'")
         for length in own["length"]:
@@ -249,15 +255,32 @@ def _check_measured(state: object) -> None:
             )
 
 
-def _check_outer(state: Mapping[str, Any]) -> None:
-    """Raise ValueError if the state of an outer optimizer is malformed or not finite."""
-    kept = state.get("state")
+def _check_outer(state: object, outer: Optimizer) -> None:
+    """Raise ValueError if the state of an outer optimizer does not fit this one, is malformed or not finite."""
+    groups = _groups(state)
+    if groups is None or [len(names) for names in groups] != [len(group["params"]) for group in outer.param_groups]:
+        raise ValueError("the state is of an outer optimizer with other parameter groups")
+    kept = cast("Mapping[str, Any]", state).get("state")
     if not isinstance(kept, Mapping) or not all(isinstance(own, Mapping) for own in kept.values()):
         raise ValueError("the state of the outer optimizer is not one: it says nothing of its parameters")
-    for own in kept.values():
+    parameters = {
+        name: p
+        for names, group in zip(groups, outer.param_groups, strict=True)
+        for name, p in zip(names, group["params"], strict=True)
+    }
+    for at, own in kept.items():
+        p = parameters.get(at)
         for name, x in own.items():
             if isinstance(x, Tensor) and not (x.layout == torch.strided and bool(x.isfinite().all())):
                 raise ValueError(f"the state's outer optimizer holds inf or NaN in its {name}; load an earlier state")
+            if p is None or name not in _LIKE_PARAMETERS or x is None:
+                continue
+            if not isinstance(x, Tensor) or x.shape != p.shape:
+                there = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+                raise ValueError(
+                    f"the state is of an outer optimizer of another model: its {name} of parameter {at} has {there}, "
+                    f"and the parameter here has shape {tuple(p.shape)}"
+                )
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -269,9 +292,10 @@ def _is_flat(x: object, numel: int) -> bool:
     return isinstance(x, Tensor) and (x.shape, x.dtype, x.layout) == ((numel,), torch.float32, torch.strided)
 
 
-def _sizes(state: object) -> list[int] | None:
-    """Return the number of parameters in each group of an optimizer's state; None if it is no such state."""
+def _groups(state: object) -> list[list[int]] | None:
+    """Return the numbers of the parameters in each group of an optimizer's state; None if it is no such state."""
     try:
-        return [len(group["params"]) for group in cast("Mapping[str, Any]", state)["param_groups"]]
+        groups = [list(group["params"]) for group in cast("Mapping[str, Any]", state)["param_groups"]]
     except (KeyError, TypeError):
         return None
+    return groups if all(_is_count(number) for numbers in groups for number in numbers) else None
