@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +66,23 @@ def left_over(fn, ranks, *args, lost=1):
     return caught.value.results
 
 
+def wait_for(handle, name):
+    """Wait until a peer has arrived at the next round."""
+    meeting = handle._meeting
+    while not any(entry.peer.startswith(f"{name}-") for entry in meeting._records(meeting._turn() + 1).values()):
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def left_out(handle, *, there):
+    """Hold a round without a peer that is late: the grace window of this peer is over as soon as ``there`` is there."""
+    wait_for(handle, there)
+    rules = handle._meeting._rules
+    handle._meeting._rules = replace(rules, grace_s=0.01)
+    yield
+    handle._meeting._rules = rules
+
+
 # ---- nobody is missing -----------------------------------------------------------------------------------------------
 
 
@@ -111,15 +132,22 @@ def test_peers_of_which_none_is_missing_are_replicas_to_the_bit(store):
 # ---- a peer is lost --------------------------------------------------------------------------------------------------
 
 
+def die(handle):
+    handle._meeting.leave()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def dying(rank, world_size, address, spec, when):
-    """Peer 2 dies before it arrives at its third round, or in the middle of that round's exchange."""
-    model, optimizer, handle = join(address, rank, spec, begin_with=world_size, grace_s=5.0)
+    """Peer 2 dies before it arrives at its third round, or in the middle of that round's exchange. Nobody waits for it
+    after that.
+    """
+    model, optimizer, handle = join(address, rank, spec, begin_with=world_size)
     if rank == 2:
         feed = handle.feed
 
         def fed(*given, **options):
             if handle.rounds == 3 and when == "in the exchange":
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(handle)
             return feed(*given, **options)
 
         handle.feed = fed
@@ -127,7 +155,7 @@ def dying(rank, world_size, address, spec, when):
     with heard() as messages:
         for step in range(12):
             if rank == 2 and when == "before" and handle.rounds == 3 and handle.steps == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(handle)
             train(model, rank, [step], optimizer)
             if not handle.steps:
                 seen.append((handle.rounds, len(handle.peers), flat(model)))
@@ -159,8 +187,8 @@ def test_what_died_in_an_exchange_leaves_no_trace_of_it(store, spec):
 def freezing(rank, world_size, address, where):
     """Peer 2 is stopped for longer than the others wait, wherever it is or in an exchange, and goes on."""
     in_exchange = where == "in an exchange"
-    exchange_s = LONG_S if in_exchange else 4.0
-    model, optimizer, handle = join(address, rank, begin_with=world_size, grace_s=1.0, exchange_s=exchange_s)
+    exchange_s = LONG_S if in_exchange else 10.0
+    model, optimizer, handle = join(address, rank, begin_with=world_size, grace_s=5.0, exchange_s=exchange_s)
     side = nb.Rendezvous(address).connect()
     seen = []
     if in_exchange and rank == 2:
@@ -175,7 +203,7 @@ def freezing(rank, world_size, address, where):
         handle.feed = fed
     if rank == 2:
         side.set("pid", str(os.getpid()))
-    for step in range(400):
+    for step in itertools.count():
         if not in_exchange and handle.rounds == 3 and rank == 0 and not side.check(["stopped"]):
             os.kill(int(side.get("pid")), signal.SIGSTOP)
             side.set("stopped", "1")
@@ -189,7 +217,7 @@ def freezing(rank, world_size, address, where):
             seen.append((handle.rounds, len(handle.peers), flat(model)))
             if handle.rounds > 6 and len(handle.peers) == 3:
                 side.set("enough", "1")
-        if handle.rounds >= 6:  # give it the time to wake
+        if handle.rounds >= 6:  # let it have a core
             time.sleep(0.05)
     handle.remove()
     return seen
@@ -240,7 +268,7 @@ def coming(rank, world_size, address, outer):
         address, rank, "powersgd:rank=2,min_ratio=1", Normed(rank), outer=outer, begin_with=2, every=1
     )
     seen = [(handle.rounds, handle.step, len(handle.peers), everything(model))]
-    for step in range(200):
+    for step in itertools.count():
         if side.check(["enough"]):
             break
         train(model, rank, [step], optimizer)
@@ -249,7 +277,7 @@ def coming(rank, world_size, address, outer):
             side.set("three", "1")
         if rank == 2 and len(seen) == 6:
             side.set("enough", "1")
-        time.sleep(0.02 if handle.rounds >= 4 else 0)
+        time.sleep(0.02 if handle.rounds >= 4 else 0)  # let it have a core
     handle.remove()
     return seen
 
@@ -275,7 +303,7 @@ def test_a_peer_that_comes_has_all_that_the_others_have(store, outer):
 def train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side):
     """Parameters after each round, by its number; rank 2, which comes later, ends it after its third."""
     seen = {}
-    for step in range(400):
+    for step in itertools.count():
         if side.check(["enough"]):
             break
         train(model, rank, [step], optimizer)
@@ -284,7 +312,7 @@ def train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, sid
         side.set("going", "1")
         if rank == 2 and len(seen) > 2:
             side.set("enough", "1")
-        time.sleep(0.01)
+        time.sleep(0.01)  # let it have a core
     return seen
 
 
@@ -334,7 +362,7 @@ def corrupted(rank, world_size, address):
 
         rounds_of.begin_with_the_first = elastic.begin_with_the_first = begun
     with heard() as messages:
-        model, optimizer, handle = join(address, rank, begin_with=2, exchange_s=4.0)
+        model, optimizer, handle = join(address, rank, begin_with=2, exchange_s=LONG_S)
         seen = train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side)
     handle.remove()
     if rank == 2:
@@ -354,7 +382,9 @@ def test_parameters_that_arrive_wrong_are_asked_for_again(store):
 
 
 def truncated(rank, world_size, address):
-    """Peer 2 comes later, and gets parameters from peer 0, which dies when it has sent five pieces of them."""
+    """Peer 2 comes later, and gets parameters from peer 0, which dies when it has sent five pieces of them.
+    Nobody waits for it after that.
+    """
     replicas._PIECE_NBYTES = 1024
     side = nb.Rendezvous(address).connect()
     model, got, sent = mlp(), [], []
@@ -381,11 +411,11 @@ def truncated(rank, world_size, address):
             if len(sent) == 5:
                 for work in sent:
                     work.wait()
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(handle)
             return sent[-1]
 
         dist.isend = sending
-    model, optimizer, handle = join(address, rank, model=model, begin_with=2, grace_s=3.0, exchange_s=4.0)
+    model, optimizer, handle = join(address, rank, model=model, begin_with=2, exchange_s=LONG_S)
     seen = train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side)
     handle.remove()
     return seen, got
@@ -719,48 +749,49 @@ def test_clocks_that_jump_do_not_matter(store):
 
 
 def by_time(rank, world_size, address):
-    """Rounds of half a second; peer 1 is four times as fast."""
-    model, optimizer, handle = join(address, rank, "none", optimizer=sgd, every="0.5s", begin_with=world_size)
-    steps, seen = 0, []
-    while handle.rounds < 4:
-        rounds = handle.rounds
-        train(model, rank, [steps], optimizer)
-        steps += 1
-        if handle.rounds != rounds:
-            seen.append((handle.rounds, steps, flat(model)))
-        time.sleep(0.01 if rank else 0.04)
-    handle.remove()
+    """Rounds of half a second; a step takes peer 0 a quarter of one, and peer 1 a sixteenth."""
+    steps, seen, clock = 0, [], elastic.time
+    elastic.time = SimpleNamespace(monotonic=lambda: steps / (16 if rank else 4))
+    try:
+        model, optimizer, handle = join(address, rank, "none", optimizer=sgd, every="0.5s", begin_with=world_size)
+        while handle.rounds < 4:
+            rounds = handle.rounds
+            steps += 1
+            train(model, rank, [steps], optimizer)
+            if handle.rounds != rounds:
+                seen.append((handle.rounds, steps, flat(model)))
+        handle.remove()
+    finally:
+        elastic.time = clock
     return seen
 
 
 def test_rounds_by_time_take_what_each_peer_has_done(store):
     slow, fast = run_ranks(by_time, 2, store, group=False)
-    assert [rounds for rounds, *_ in slow] == [rounds for rounds, *_ in fast] == [2, 3, 4]
+    assert [(rounds, steps) for rounds, steps, _ in slow] == [(2, 2), (3, 4), (4, 6)]
+    assert [(rounds, steps) for rounds, steps, _ in fast] == [(2, 8), (3, 16), (4, 24)]
     assert all(torch.equal(mine, its) for (*_, mine), (*_, its) in zip(slow, fast, strict=True))
-    assert fast[-1][1] > slow[-1][1] > 3
 
 
 def late(rank, world_size, address):
     """Peer 2 comes so late to its second round that the others have gone on, and then is in time."""
-    model, optimizer, handle = join(address, rank, "none", optimizer=sgd, begin_with=world_size, grace_s=0.5)
+    model, optimizer, handle = join(address, rank, "none", optimizer=sgd, begin_with=world_size)
     side = nb.Rendezvous(address).connect()
     seen, alone = [], None
     for step in range(8 if rank < 2 else 4):
         if rank == 2 and step == 3:
             side.wait(["three"])
         if rank < 2 and step == 7:
-            side.wait(["late is here"])
-            time.sleep(0.3)
+            wait_for(handle, "2")
         optimizer.zero_grad()
         before = flat(model)
         x = torch.full((1, 24), 0.1 * (rank + step + 1))
         model(x).sum().backward()
-        if rank == 2 and step == 3:
-            side.set("late is here", "1")
         with torch.no_grad():  # what the step of plain SGD will change
             own = -0.05 * torch.cat([p.grad.double().reshape(-1) for p in model.parameters()])
         alone = own if step % 2 == 0 else alone + own
-        optimizer.step()
+        with left_out(handle, there="1") if rank == 0 and step == 3 else contextlib.nullcontext():
+            optimizer.step()
         if not handle.steps:
             seen.append((handle.rounds, len(handle.peers), before, alone, flat(model)))
         elif rank < 2 and handle.rounds == 4:
@@ -806,7 +837,10 @@ def without_a_store(rank, world_size, address, pid):
     side = nb.Rendezvous(address).connect()
     if side.add("there", 1) == world_size:  # nobody is in a round any more
         os.kill(pid, signal.SIGKILL)
-    time.sleep(0.5)
+    host, port = address.split(":")
+    with contextlib.suppress(OSError):
+        while True:  # until nothing listens there
+            socket.create_connection((host, int(port))).close()
     error = refusal(lambda: train(model, rank, [5], optimizer))
     return error, handle.rounds, flat(model)
 
@@ -927,7 +961,7 @@ def scaled(rank, world_size, address):
 
     model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=16.0)
     optimizer = sgd(model)
-    peers = nb.Rendezvous(address, least=1, begin_with=1, grace_s=LONG_S, exchange_s=4.0)
+    peers = nb.Rendezvous(address, least=1, begin_with=1, grace_s=LONG_S, exchange_s=LONG_S)
     elastic.ElasticUpdateCompression._share = shared
     try:
         handle = nb.compress_updates(model, optimizer, "none", every=4, peers=peers, grad_scaler=scaler)
@@ -1006,7 +1040,7 @@ def test_who_is_left_alone_trains_on(store):
 
 def breaking_twice(rank, world_size, address):
     """On peer 1 the first exchange breaks off before anything is sent, and then a connection when it is half made."""
-    model, optimizer, handle = join(address, rank, begin_with=world_size, exchange_s=4.0)
+    model, optimizer, handle = join(address, rank, begin_with=world_size, exchange_s=LONG_S)
     handle.set_layers({"5.weight": "topk:density=0.5+ef"})
     exchange, connect, broken = handle._exchange, handle._connect, []
 
@@ -1049,9 +1083,7 @@ class Counting(nn.Module):
 def late_with_buffers(rank, world_size, address):
     """Peer 2 counts down in a buffer, and misses a round in between; the others count up."""
     model = Counting()
-    model, optimizer, handle = join(
-        address, rank, "none", model, sgd, every=1, begin_with=world_size, grace_s=0.5, run="buffers"
-    )
+    model, optimizer, handle = join(address, rank, "none", model, sgd, every=1, begin_with=world_size, run="buffers")
     side = nb.Rendezvous(address).connect()
     seen = []
     model.number += rank
@@ -1059,13 +1091,11 @@ def late_with_buffers(rank, world_size, address):
         if rank == 2 and step == 1:
             side.wait(["two"])
         if rank < 2 and step == 2:
-            side.wait(["here"])
-            time.sleep(0.3)
+            wait_for(handle, "2")
         model.seen += 1.0 if rank < 2 else -90.0
         model.weight.grad = torch.ones(4)
-        if rank == 2 and step == 1:
-            side.set("here", "1")
-        optimizer.step()
+        with left_out(handle, there="1") if rank == 0 and step == 1 else contextlib.nullcontext():
+            optimizer.step()
         seen.append((handle.rounds, len(handle.peers), float(model.seen)))
         if rank < 2 and step == 1:
             side.set("two", "1")
