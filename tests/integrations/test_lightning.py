@@ -279,6 +279,58 @@ def test_steps_of_a_trial_leave_nothing_in_the_residuals(tmp_path):
         assert agree(without, between, but=("losses", "bytes")) == []
 
 
+def fitted_again(rank, world_size, folder):
+    """Fit, fit again, fit another model, and resume from a checkpoint: what the handles hold, and what is said."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from narrowband.integrations.lightning import CompressGradients
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def training_step(self, batch, index):
+            return loss_of(self.net, index, rank)
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.arange(EPOCH))
+
+        def configure_optimizers(self):
+            return sgd(self.net, momentum=0.9)
+
+    compression, seen = CompressGradients(SPEC, **OPTIONS), []
+    with launched(rank, world_size):
+        trainer = Trainer(
+            accelerator="cpu",
+            strategy="ddp",
+            devices=world_size,
+            max_epochs=1,
+            callbacks=[compression],
+            use_distributed_sampler=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        module, saved = Module(), f"{folder}/saved.ckpt"
+        for model, resumes in ((module, False), (module, False), (Module(), False), (module, True)):
+            with heard() as messages:
+                trainer.fit(model, ckpt_path=saved if resumes else None)
+            trainer.save_checkpoint(saved)
+            trainer.fit_loop.max_epochs += 1
+            seen.append((compression.handle.step, [text for text in messages if "begins with empty residuals" in text]))
+    return seen
+
+
+def test_a_second_fit_says_that_it_begins_with_empty_residuals(tmp_path):
+    first, second = on_two_ranks(fitted_again, str(tmp_path))
+    assert [steps for steps, _ in first] == [EPOCH, EPOCH, EPOCH, 2 * EPOCH]
+    assert [len(said) for _, said in first] == [0, 1, 0, 0]
+    assert "pass ckpt_path=... to trainer.fit" in first[1][1][0]
+    assert [len(said) for _, said in second] == [0, 0, 0, 0]
+
+
 def broken_in_backward(rank, world_size, folder):
     from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
     from lightning.pytorch.strategies import DDPStrategy

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
-from tests.gradients.training import adamw, data, flat, loss_of, mlp, refusal, sgd, train, wrap
+from tests.gradients.training import adamw, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 from tests.updates.training import begin, nesterov
@@ -301,3 +301,30 @@ def test_ddp_inside_a_replica_and_updates_between_replicas():
         assert torch.equal(a[step], b[step])
         assert torch.equal(c[step], d[step])
         assert torch.equal(a[step], c[step]) == (step % 3 == 2)
+
+
+def removed_after(rank, world_size, steps, averages):
+    model, optimizer, handle = begin("none", every=3)
+    train(model, rank, range(steps), optimizer)
+    with heard() as messages:
+        if averages:
+            handle.average()
+        handle.remove()
+        handle.remove()
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("steps", "averages", "said"),
+    [
+        (3, False, None),
+        (4, True, None),
+        (4, False, "1 optimizer step since the last round stays"),
+        (5, False, "2 optimizer steps since the last round stay"),
+    ],
+)
+def test_a_handle_that_is_removed_says_which_steps_are_in_no_round(steps, averages, said):
+    first, second = run_ranks(removed_after, 2, steps, averages)
+    assert second == []
+    assert len(first) == (said is not None)
+    assert said is None or said in first[0]

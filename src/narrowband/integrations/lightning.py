@@ -11,6 +11,7 @@ of the size of the model in float32, and every rank reads the whole file when it
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,7 @@ class CompressGradients(Callback):
     ) -> None:
         self._spec, self._strict, self._options = spec, strict, options
         self._handle: GradientCompression | None = None
+        self._fitted: weakref.ref[LightningModule] | None = None  # the handle's model
         self._begun = False  # whether the model of this fit is compressed
         self._found: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None  # in a checkpoint, not loaded yet
 
@@ -107,7 +109,8 @@ class CompressGradients(Callback):
             self._found = found
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compress the model that Lightning has wrapped.
+        """Compress the model that Lightning has wrapped. A second fit begins with empty residuals, as it begins with
+        new optimizers, unless it resumes from a checkpoint.
 
         Raises:
             UnsupportedError: the model is not in DistributedDataParallel, or the Trainer clips averages that are sums
@@ -118,7 +121,16 @@ class CompressGradients(Callback):
         if len(trainer.optimizers) == 1:
             options.setdefault("optimizer", trainer.optimizers[0])
         ddp = ddp_in(trainer.strategy.model, "use Trainer(strategy='ddp', devices=…) with two devices or more")
+        again = self._fitted is not None and self._fitted() is pl_module and self._found is None
+        if again and self._handle is not None and self._handle.residual_nbytes and trainer.is_global_zero:
+            log.warning(
+                "this fit begins with empty residuals: what the fit before had not sent yet of its gradients is "
+                "dropped, as Lightning drops the state of its optimizers; to go on with both, pass ckpt_path=... to "
+                "trainer.fit"
+            )
+        self._handle = None  # release its residuals before there are new ones
         self._handle = gradients.compress_gradients(ddp, self._spec, **options)
+        self._fitted = weakref.ref(pl_module)
         check_clipping(self._handle, trainer.gradient_clip_val, "gradient_clip_val")
         found, self._found = self._found, None
         if found is not None:

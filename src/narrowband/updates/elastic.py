@@ -523,10 +523,13 @@ class ElasticUpdateCompression(UpdateCompression):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """End the averaging for this peer; the others go on. Statistics remain."""
+        """End the averaging for this peer; the others go on. Statistics remain. Steps since the last round stay this
+        peer's own, and a warning says so; call :meth:`average` before to contribute them.
+        """
         if self._removed:
             return
         self._check_between_steps("remove")
+        self._warn_of_own_steps(say=True)
         self._meeting.leave()
         self._removed = True
         self._unlink()

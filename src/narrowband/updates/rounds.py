@@ -482,11 +482,13 @@ class UpdateCompression(Handle):
         """End the averaging: the optimizer steps this replica alone from now on, and may get another handle. Call it on
         all ranks, between steps.
 
-        Steps since the last round stay this replica's own. Call :meth:`average` before to make replicas equal.
+        Steps since the last round stay this replica's own, and a warning says so. Call :meth:`average` before to make
+        replicas equal.
 
         Raises:
             DisagreementError: another rank is doing something else.
         """
+        self._warn_of_own_steps(say=self._peers.rank == 0)
         if self._under_way is not None:
             try:
                 self._land()
@@ -494,6 +496,16 @@ class UpdateCompression(Handle):
                 log.warning("remove: what was under way did not arrive: %s", error)
         super().remove()
         self._let_go()
+
+    def _warn_of_own_steps(self, *, say: bool) -> None:
+        if say and self._steps and not self._removed:
+            log.warning(
+                "remove: %d optimizer step%s since the last round stay%s this replica's own, so replicas differ; call "
+                "average() before remove() to include them",
+                self._steps,
+                "s" if self._steps > 1 else "",
+                "" if self._steps > 1 else "s",
+            )
 
     def _let_go(self) -> None:
         """Release the optimizers (hooks and registration) and the anchors."""
