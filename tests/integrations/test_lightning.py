@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -355,6 +358,35 @@ def test_after_an_exception_in_the_middle_of_a_step_parameters_are_saved_without
     for error, step, has_state, said in run_ranks(broken_in_backward, 2, str(tmp_path), fresh=True, timeout_s=240.0):
         assert error == ("ValueError", "the first layer's gradient")
         assert (step, has_state, said) == (EPOCH, False, 1)
+
+
+def interrupted_alone(rank, world_size, folder, kind):
+    """Rank 0 ends by an exception that rank 1 has not, until the checkpoint of rank 0 is there."""
+    from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    path = Path(folder, "broken.ckpt")
+    error = {"KeyboardInterrupt": KeyboardInterrupt, "SIGTERM": SIGTERMException}[kind]
+
+    class Ends(Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if trainer.global_step == 2:
+                while rank == 1 and kind != "SIGTERM" and not path.exists():
+                    time.sleep(0.01)
+                raise error
+
+    with contextlib.suppress(SystemExit):
+        fit(rank, world_size, folder, callbacks=[Ends(), OnExceptionCheckpoint(folder, "broken")])
+    dist.barrier()
+    checkpoint = torch.load(path, weights_only=False)
+    return checkpoint["global_step"], [state["step"] for state in checkpoint.get("narrowband", ())]
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("KeyboardInterrupt", []), ("SIGTERM", [2, 2])])
+def test_a_rank_that_is_interrupted_alone_saves_its_checkpoint_without_waiting_for_the_others(kind, steps, tmp_path):
+    """SIGTERM is an exception on all ranks."""
+    answers = on_two_ranks(interrupted_alone, str(tmp_path), kind)
+    assert answers == [(2, steps)] * 2
 
 
 def removed(rank, world_size, folder):

@@ -26,9 +26,11 @@ from narrowband.integrations.wrapped import check_clipping, ddp_in, is_wrapped
 if find_spec("lightning") is None and find_spec("pytorch_lightning") is not None:  # Lightning's former name
     need("pytorch-lightning", "2.4", "2", extra="lightning")
     from pytorch_lightning import Callback
+    from pytorch_lightning.utilities.exceptions import SIGTERMException
 else:
     need("lightning", "2.4", "2", extra="lightning")
     from lightning.pytorch import Callback
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -72,6 +74,7 @@ class CompressGradients(Callback):
         self._handle: GradientCompression | None = None
         self._fitted: weakref.ref[LightningModule] | None = None  # the handle's model
         self._begun = False  # whether the model of this fit is compressed
+        self._alone = False  # whether an exception ends this fit that other ranks may not have
         self._found: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None  # in a checkpoint, not loaded yet
 
     @property
@@ -91,7 +94,7 @@ class CompressGradients(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset at the start of a fit: forget a state that an earlier fit has found but not loaded."""
         if stage == "fit":
-            self._begun, self._found = False, None
+            self._begun, self._found, self._alone = False, None, False
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the state from a checkpoint until the model is wrapped: to resume, Lightning reads the checkpoint first.
@@ -146,20 +149,23 @@ class CompressGradients(Callback):
         if self._handle is None:
             raise RuntimeError("CompressGradients was added when training had begun: give it to Trainer(callbacks=…)")
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Note whether other ranks may go on without this exception. SIGTERM is raised on all, at the same step."""
+        self._alone = not isinstance(exception, SIGTERMException)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the states of all ranks to the checkpoint on rank 0. After an exception in the middle of a step there is
-        no valid state, and the checkpoint is saved without one.
+        """Add the states of all ranks to the checkpoint on rank 0. After an exception, the other ranks may be anywhere
+        in a step and send nothing, so the checkpoint is saved without states.
         """
         if self._handle is None:  # a Trainer may save a model that it has not fitted
             return
-        try:
-            states = gather(self._handle)
-        except RuntimeError as error:
-            if trainer.state.status != "interrupted":
-                raise
-            log.warning("this checkpoint is saved without a state of compression, after an exception: %s", error)
+        if self._alone:
+            log.warning(
+                "this checkpoint is saved without a state of compression, after an exception: other ranks may be in "
+                "the middle of a step; to resume from it, pass strict=False to CompressGradients"
+            )
             return
-        if states:
+        if states := gather(self._handle):
             checkpoint[KEY] = states
 
 
