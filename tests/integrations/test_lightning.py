@@ -252,7 +252,7 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
         assert "strategies that fork or spawn do so in processes that end with the fit" in early[1]
         assert "added when training had begun: give it to Trainer(callbacks=…)" in late[1]
         assert "has a Module without one; use Trainer(strategy='ddp', devices=…)" in one[1]
-        assert "gradient_clip_val=0.05 clips what arrives, and with dgc these are sums" in sums[1]
+        assert "gradient_clip_val=0.05 would clip the averages, which with dgc are sums of many gradients" in sums[1]
         assert "momentum" in twice[1]
         assert of_all == [0, 1]
         assert "ckpt has no state of compression; strict=False begins with empty residuals" in without[1]

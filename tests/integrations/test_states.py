@@ -96,12 +96,12 @@ def test_a_checkpoint_without_states_or_without_that_of_one_rank_is_refused_on_a
         assert nothing[0] == "ValueError"
         assert "here has no state of compression; strict=False begins with empty residuals" in nothing[1]
         assert unchanged
-        for (kind, text), why in zip(torn, ("", "ValueError: it holds Tensor"), strict=True):
+        for (kind, text), why in zip(torn, ("", "ValueError: expected a state, got Tensor"), strict=True):
             assert kind == "ValueError"
             assert f"here has a state of compression that cannot be read (narrowband-rank1-of-2.pt: {why}" in text
         for kind, text in one:
             assert kind == "ValueError"
-            assert "no state of compression for rank 1, but for others" in text
+            assert "is incomplete: it has states of compression, but none for rank 1" in text
 
 
 def saved_when_removed(rank, world_size, folder):
@@ -123,7 +123,7 @@ def saved_when_removed(rank, world_size, folder):
 
 def test_a_handle_that_was_removed_puts_nothing_into_checkpoints_and_leaves_nothing_old_there(tmp_path):
     for messages, saved, left, later in run_ranks(saved_when_removed, 2, str(tmp_path)):
-        assert messages == ["compression was removed: checkpoints are saved without a state of it, and none is loaded"]
+        assert messages == ["compression was removed, so checkpoints are saved and loaded without its state"]
         assert saved == (None, [])
         assert left == []
         assert later[0] == "ValueError"
@@ -148,7 +148,7 @@ def found_and_clipped(rank, world_size):
 def test_a_model_that_is_not_wrapped_and_sums_that_would_be_clipped_are_refused():
     for clipped, bare, several in run_ranks(found_and_clipped, 2):
         assert clipped[0] == bare[0] == several[0] == "UnsupportedError"
-        assert "clip_val=0.5 clips what arrives, and with dgc these are sums" in clipped[1]
+        assert "clip_val=0.5 would clip the averages, which with dgc are sums of many gradients" in clipped[1]
         assert "has a Sequential without one; wrap it" in bare[1]
         assert "has a Sequential with 2 of them; wrap one" in several[1]
 

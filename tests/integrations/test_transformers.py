@@ -301,7 +301,7 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
         ]
         assert "has begun to train: call compress_gradients before trainer.train()" in late[1]
         assert "added when training had begun: use compress_gradients(trainer, …)" in later[1]
-        assert "max_grad_norm=0.05 clips what arrives, and with dgc these are sums" in sums[1]
+        assert "max_grad_norm=0.05 would clip the averages, which with dgc are sums of many gradients" in sums[1]
         assert "momentum" in twice[1]
         assert "no handle before trainer.train()" in early[1]
         assert "has a WithLoss without one" in alone[1]

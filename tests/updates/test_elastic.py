@@ -367,7 +367,7 @@ def corrupted(rank, world_size, address):
     handle.remove()
     if rank == 2:
         rounds_of.begin_with_the_first = elastic.begin_with_the_first = begin
-        return seen, len(transfers), any("not those that were sent" in message for message in messages)
+        return seen, len(transfers), any("differ from those that were sent" in message for message in messages)
     return seen, 0, any("broke off" in message for message in messages)
 
 
@@ -676,7 +676,10 @@ def test_updates_count_by_what_was_counted(store):
         torch.testing.assert_close(after.double(), before + sum(moves) / sum(samples), rtol=1e-5, atol=1e-7)
         assert torch.equal(again, after)
         assert [kind for kind, _ in errors] == ["RuntimeError"] + ["ValueError"] * 3
-        assert "this step has counted none; call handle.count(number) before optimizer.step()" in errors[0][1]
+        assert (
+            "handle.count(number) was not called since the last step; call it before every optimizer.step()"
+            in errors[0][1]
+        )
         assert all("must be a number of samples of at least 0" in text for _, text in errors[1:])
 
 
@@ -707,7 +710,7 @@ def test_all_peers_count_in_one_unit(store):
     (rounds, peers, refused), others = run_ranks(counting_otherwise, 2, store, group=False)
     assert (rounds, peers) == (1, 1)
     assert [kind for kind, _ in refused] == ["ValueError"] * 2
-    assert "peers count by their steps here; give compress_updates weigh='tokens'" in refused[0][1]
+    assert "peers are weighted by their steps; to weight them by what you count, pass weigh='tokens'" in refused[0][1]
     assert "the state was saved with weigh='tokens', here it is 'steps'" in refused[1][1]
     for word, (kind, text) in zip(("steps", "samples"), others, strict=True):
         assert kind == "DisagreementError"
@@ -916,7 +919,7 @@ def resumed_and_joined(rank, world_size, address):
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         refused = refusal(lambda: handle.load_state_dict(wrong))
-        assert refused == ("ValueError", "the state was saved after -1 rounds, which cannot be")
+        assert refused == ("ValueError", "the state has -1 for 'rounds'; expected a whole number of at least 0")
         handle.load_state_dict(saved[2])
     else:
         side.wait(["going"])
@@ -1009,11 +1012,11 @@ def test_what_cannot_be_is_said_at_set_up(store):
     kinds = ["UnsupportedError", "ValueError", "UnsupportedError", "UnsupportedError", "ValueError"]
     kinds += ["RendezvousError"] * 2
     words = [
-        "leave init_process_group out",
+        "do not call init_process_group",
         "leave one of the two out",
         "use '+ef'",
         "use a plan",
-        "every='soon' is no time",
+        "every='soon' is not a time",
     ]
     words += ["no store answers at 127.0.0.1:1", "no round was held for 0.3 s: 1 peers are here (least=2)"]
     assert [kind for kind, _ in errors] == kinds

@@ -318,8 +318,8 @@ def refused(rank, world_size):
 
 def test_what_cannot_be_is_said_at_set_up():
     (errors,) = run_ranks(refused, 1)
-    words = ["give a spec with +ef"] * 2 + ["chooses half of what it sends by the residual"] * 2
-    words += ["'powersgd:rank=2' has none", "ef-mixed of 'topk:density=0.2+ef-mixed' chooses half"]
+    words = ["needs error feedback"] * 2 + ["needs residuals apart from the updates to choose"] * 2
+    words += ["'powersgd:rank=2' has none", "cannot be combined with ef-mixed in 'topk:density=0.2+ef-mixed'"]
     words += ["'elsewhere' is neither", "overlap=2", "weigh='tokens'"]
     for (kind, text), word in zip(errors, words, strict=True):
         assert kind == "ValueError"
@@ -342,7 +342,7 @@ def test_layers_are_given_nothing_else_later():
     results = run_ranks(set_later, 2)
     for errors, unchanged, changed, parameters, apart in results:
         assert [kind for kind, _ in errors] == ["ValueError"] * 2
-        assert "ef-mixed of 'topk:density=0.2+ef-mixed' chooses half" in errors[0][1]
+        assert "cannot be combined with ef-mixed in 'topk:density=0.2+ef-mixed'" in errors[0][1]
         assert "'powersgd:rank=2' has none" in errors[1][1]
         assert unchanged == {}
         assert changed == {"0.weight": "topk:density=0.2+ef", "3.weight": "topk:density=0.3+ef"}

@@ -127,16 +127,28 @@ def wrong_states(rank, world_size):
 
 def test_states_that_do_not_fit_change_nothing():
     (errors, mine, rounds), (others, its, _) = run_ranks(wrong_states, 2)
-    words = ["not of updates", "every=3", "lacks the parameters", "7 steps after", "outer step", "outer='auto'"]
+    words = [
+        "not one of compress_updates",
+        "every=3",
+        "lacks the parameters",
+        "7 for 'steps'",
+        "is an optimizer",
+        "it is 'auto'",
+    ]
     words += ["do not fit the model"]
-    words += [*["not of updates"] * 2, *["do not fit the model"] * 3, *["hold inf or NaN"] * 2, "True steps after"]
-    words += ["x steps after", "None for 'skipped'", "has a fragment that is under way"]
+    words += [
+        *["not one of compress_updates"] * 2,
+        *["do not fit the model"] * 3,
+        *["hold inf or NaN"] * 2,
+        "True for 'steps'",
+    ]
+    words += ["'x' for 'steps'", "None for 'skipped'", "saved during the exchange of a fragment, and here overlap=0"]
     for found in (errors, others):
         for (kind, text), word in zip(found[:-1], words, strict=True):
             assert kind == "ValueError"
             assert word in text
         assert found[-1][0] in ("ValueError", "DisagreementError")
-        assert "not of updates" in found[-1][1]
+        assert "not one of compress_updates" in found[-1][1]
     assert rounds == 2
     assert torch.equal(mine, its)
 
@@ -219,7 +231,7 @@ def other_outer_states(rank, world_size):
 
 
 def test_a_state_of_another_outer_optimizer_is_refused_on_all_before_anything_is_loaded():
-    words = ["with other parameter groups"] * 5 + ["says nothing of its parameters"]
+    words = ["with other parameter groups"] * 5 + ["must hold a dictionary for each parameter"]
     words += ["its momentum_buffer of parameter 0 has shape (24, 40), and the parameter here has shape (40, 24)"]
     words += ["its momentum_buffer of parameter 0 has shape (40,), and the parameter here has shape (40, 24)"]
     words += ["its momentum_buffer of parameter 0 has type list", "holds inf or NaN in its momentum_buffer"]

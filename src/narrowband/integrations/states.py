@@ -149,14 +149,16 @@ def load(handle: GradientCompression, found: State | Sequence[State] | Torn, whe
         return
     if len(set(of_all)) > 1:
         lacking = ", ".join(str(rank) for rank, count in enumerate(of_all) if count != -1)
-        raise ValueError(f"{where} has no state of compression for rank {lacking}, but for others: it is incomplete")
+        raise ValueError(f"{where} is incomplete: it has states of compression, but none for rank {lacking}")
     if not found:
         what, then = "no state of compression", "begins with empty residuals"
     else:
         what = f"the compression states of {len(found)} ranks, and here are {dist.get_world_size()}"
         then = "shares their residuals out among the ranks there are"
     if strict:
-        raise ValueError(f"{where} has {what}; strict=False {then}, which are other bits than those of the former run")
+        raise ValueError(
+            f"{where} has {what}; strict=False {then}, so results differ from those of an uninterrupted run"
+        )
     log.warning("%s has %s: this run %s", where, what, then)
     if found:
         handle.load_state_dict(found)
@@ -169,12 +171,12 @@ def _has_state(handle: GradientCompression) -> bool:
     """Whether a handle has a state to save and to load. If it was removed, log that once."""
     if handle.removed and handle not in _told:
         _told.add(handle)
-        log.warning("compression was removed: checkpoints are saved without a state of it, and none is loaded")
+        log.warning("compression was removed, so checkpoints are saved and loaded without its state")
     return not handle.removed
 
 
 def _read(written: Path | io.BytesIO) -> State:
     state = torch.load(written, map_location="cpu", weights_only=True)
     if not isinstance(state, Mapping):
-        raise ValueError(f"it holds {type(state).__name__}, where a state belongs")
+        raise ValueError(f"expected a state, got {type(state).__name__}")
     return cast("State", state)

@@ -42,8 +42,8 @@ __all__ = ["CompressGradients", "compress_gradients"]
 
 _ADVICE = (
     "start two processes or more with torchrun, without FSDP; without GPUs with TrainingArguments(use_cpu=True). Call "
-    "evaluate() and predict() after train(), or pass eval_on_start=True: a model that was evaluated before stays "
-    "without, and every rank trains alone"
+    "evaluate() and predict() after train(), or pass eval_on_start=True: the Trainer does not wrap a model that was "
+    "evaluated before, and every rank would train alone"
 )
 
 
@@ -136,8 +136,8 @@ class CompressGradients(TrainerCallback):
         manager = next((each for each in managers if hasattr(each, "execute_jit_checkpoint")), None)
         if manager is None:
             raise UnsupportedError(
-                "enable_jit_checkpoint=True, and this Trainer has no callback that saves on SIGTERM in a way that is "
-                "known here, so residuals would be lost: set it to False"
+                "enable_jit_checkpoint=True is not supported with this Trainer: its callback that saves on SIGTERM was "
+                "not found, so residuals would be lost: set it to False"
             )
 
         save = manager.execute_jit_checkpoint
@@ -162,7 +162,9 @@ class CompressGradients(TrainerCallback):
             RuntimeError: the run resumes from an unknown checkpoint.
         """
         if state.is_hyper_param_search:
-            raise UnsupportedError("hyperparameter_search keeps checkpoints in folders that callbacks are not told")
+            raise UnsupportedError(
+                "hyperparameter_search is not supported: callbacks cannot find out where it keeps its checkpoints"
+            )
         ddp = ddp_in(self._trainer.model_wrapped, _ADVICE)
         if ddp is not self._ddp:
             accelerator = self._trainer.accelerator
@@ -173,8 +175,8 @@ class CompressGradients(TrainerCallback):
         folder = self.resume_from
         if state.global_step and not folder:
             raise RuntimeError(
-                f"this run resumes at step {state.global_step}, and nobody said from where: call trainer.train(…) "
-                "itself, after compress_gradients(trainer, …)"
+                f"this run resumes at step {state.global_step} from an unknown checkpoint: call "
+                "compress_gradients(trainer, …) first, and then trainer.train(…) of the same object"
             )
         if folder:
             load(self.handle, read(str(folder)), str(folder), strict=self._strict)

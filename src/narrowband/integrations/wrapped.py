@@ -54,6 +54,6 @@ def check_clipping(handle: GradientCompression, max_norm: float | None, setting:
     feedback = handle.compression.feedback
     if max_norm and feedback is not None and feedback.observes_uncompressed:
         raise UnsupportedError(
-            f"{setting}={max_norm} clips what arrives, and with {feedback.name} these are sums of many gradients: "
-            f"set it to 0, and clip before the wire by {feedback.name}:clip={max_norm}"
+            f"{setting}={max_norm} would clip the averages, which with {feedback.name} are sums of many gradients: "
+            f"set it to 0, and clip before compression with {feedback.name}:clip={max_norm}"
         )

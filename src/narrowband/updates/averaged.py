@@ -63,10 +63,10 @@ class Averaged:
         for name, was in self._was.items():
             x = found.get(name)
             if x is None or (x.shape, x.dtype) != was:
-                now = "is not there any more" if x is None else f"is of shape {tuple(x.shape)} and {x.dtype} now"
-                keep = "give it buffers='keep', or " if name in self.buffers else ""
+                now = "does not exist any more" if x is None else f"has shape {tuple(x.shape)} and {x.dtype} now"
+                keep = "pass buffers='keep', or " if name in self.buffers else ""
                 raise ValueError(
-                    f"{name} {now}, and was of shape {tuple(was[0])} and {was[1]} when compress_updates was called; "
+                    f"{name} {now}, and had shape {tuple(was[0])} and {was[1]} when compress_updates was called; "
                     f"{keep}call remove() on all ranks, and compress_updates again"
                 )
         return found

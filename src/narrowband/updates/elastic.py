@@ -71,7 +71,7 @@ _PAUSES_S = 5.0
 _MANY = 1 << 40
 
 #: Feedback methods that have no meaning on one peer alone, or would differ on a peer that comes later.
-_REFUSED = {"ef21": "keeps estimates that all peers have in common; use '+ef'"}
+_REFUSED = {"ef21": "keeps estimates that must be equal on all peers; use '+ef'"}
 
 
 class ElasticUpdateCompression(UpdateCompression):
@@ -94,20 +94,21 @@ class ElasticUpdateCompression(UpdateCompression):
         steps = rounds.every if isinstance(rounds.every, int) else _MANY
         method = settings.compression.feedback
         if method is not None and method.name in _REFUSED:
-            raise UnsupportedError(f"{method.name} {_REFUSED[method.name]} where peers come and go")
+            raise UnsupportedError(f"peers=... cannot be combined with {method.name}, which {_REFUSED[method.name]}")
         if settings.policy is not None:
-            raise UnsupportedError("a policy decides by what it has seen, and peers that come have not; use a plan")
-        if rounds.fragments > 1 or rounds.overlap or rounds.offload:
             raise UnsupportedError(
-                "peers that come and go average the whole model, and wait for it; leave fragments, overlap and offload "
-                "out"
+                "peers=... cannot be combined with a policy: peers that join later lack its history; use a plan"
             )
+        if rounds.fragments > 1 or rounds.overlap or rounds.offload:
+            raise UnsupportedError("peers=... cannot be combined with fragments, overlap or offload; leave them out")
         if any(hasattr(p, "to_local") for p in model.parameters()):
-            raise UnsupportedError("a peer that comes and goes is one process, and this model is sharded among several")
+            raise UnsupportedError(
+                "peers=... needs the whole model in each process, and this model is sharded among several"
+            )
         if dist.is_initialized():
             raise UnsupportedError(
-                "peers that come and go make the default process group anew, and there is one already; leave "
-                "init_process_group out"
+                "peers=... creates the default process group itself, and there is one already; do not call "
+                "init_process_group"
             )
         self._rules = rendezvous
         self._linked = self._warned = False
@@ -161,8 +162,8 @@ class ElasticUpdateCompression(UpdateCompression):
         """
         if self._rounds.weigh == "steps":
             raise ValueError(
-                f"count({number}): peers count by their steps here; give compress_updates weigh='tokens', or another "
-                "word for what is counted, on all peers"
+                f"count({number}): peers are weighted by their steps; to weight them by what you count, pass "
+                "weigh='tokens', or another unit, to compress_updates on all peers"
             )
         if not 0 <= number < math.inf:
             raise ValueError(f"count({number}): must be a number of {self._rounds.weigh} of at least 0")
@@ -172,8 +173,8 @@ class ElasticUpdateCompression(UpdateCompression):
     def _check_counted(self) -> None:
         if not self._has_counted:
             raise RuntimeError(
-                f"weigh={self._rounds.weigh!r}, and this step has counted none; call handle.count(number) before "
-                "optimizer.step(), with 0 if it has learned of none"
+                f"weigh={self._rounds.weigh!r}, but handle.count(number) was not called since the last step; call it "
+                f"before every optimizer.step(), with 0 for a step without {self._rounds.weigh}"
             )
 
     def _after_step(self) -> None:
@@ -240,7 +241,10 @@ class ElasticUpdateCompression(UpdateCompression):
         end = time.monotonic() + self._rules.patience_s
         while True:
             if time.monotonic() > end:
-                raise RendezvousError(f"exchanges have broken off for {self._rules.patience_s:g} s; the log says why")
+                raise RendezvousError(
+                    f"no exchange has succeeded for patience_s={self._rules.patience_s:g} seconds; warnings in the log "
+                    "say why"
+                )
             view = self._meeting.arrive(self._round if self._has_its_round else min(self._round, 0), weight)
             self._unsettled = view, put_back
             good, took, self._has_its_round = False, None, False
@@ -258,7 +262,7 @@ class ElasticUpdateCompression(UpdateCompression):
                     raise
                 except RuntimeError as error:  # errors of the network: gloo raises RuntimeError
                     number = view.round + self._rounds_before
-                    log.warning("round %d: the exchange broke off, and is held again: %s", number, error)
+                    log.warning("round %d: the exchange broke off, and will be repeated: %s", number, error)
                 committed = self._meeting.vote(view, good=good, within_s=self._breaks_off_after_s())
             except BaseException:
                 self._leave_round()
@@ -337,7 +341,7 @@ class ElasticUpdateCompression(UpdateCompression):
         if (took := time.monotonic() - began) > 0.5 * self._rules.exchange_s and not self._warned:
             self._warned = True
             log.warning(
-                "an exchange took %.0f s, and breaks off after exchange_s=%g; give more, or send less",
+                "an exchange took %.0f s, and is broken off after exchange_s=%g; increase exchange_s, or compress more",
                 took,
                 self._rules.exchange_s,
             )
@@ -452,7 +456,7 @@ class ElasticUpdateCompression(UpdateCompression):
         dist.broadcast_object_list(sent, src=0)
         first = sent[0]
         if digests[:got] != first["digests"][:got]:
-            raise RuntimeError("the parameters that arrived are not those that were sent; they are asked for again")
+            raise RuntimeError("the parameters that arrived differ from those that were sent, and will be sent again")
         if view.behind and view.rank != 0:
             self._step, self._epoch, self._paused, self._seed = (
                 first[key] for key in ("step", "epoch", "paused", "seed")
@@ -498,12 +502,12 @@ class ElasticUpdateCompression(UpdateCompression):
         if own.get("weigh") != self._rounds.weigh:
             raise ValueError(f"the state was saved with weigh={own.get('weigh')!r}, here it is {self._rounds.weigh!r}")
         if type(rounds := own.get("rounds", 0)) is not int or rounds < 0:
-            raise ValueError(f"the state was saved after {rounds!r} rounds, which cannot be")
+            raise ValueError(f"the state has {rounds!r} for 'rounds'; expected a whole number of at least 0")
         counted, scaled_by = own.get("counted"), own.get("scaled by", 1.0)
         if not (isinstance(counted, (int, float)) and 0 <= counted < math.inf):
-            raise ValueError(f"the state has {counted!r} for 'counted', and a number from 0 on belongs there")
+            raise ValueError(f"the state has {counted!r} for 'counted'; expected a number of at least 0")
         if not (isinstance(scaled_by, (int, float)) and 0 < scaled_by < math.inf):
-            raise ValueError(f"the state has {scaled_by!r} for 'scaled by', and a number above 0 belongs there")
+            raise ValueError(f"the state has {scaled_by!r} for 'scaled by'; expected a number above 0")
 
     def _moment_of(self, state: Mapping[str, Any]) -> Facts:
         """Return nothing to compare: since the last round, peers may have taken different numbers of steps."""

@@ -87,7 +87,7 @@ def split(
         return [list(layers)]
     if count > len(layers):
         raise ValueError(
-            f"fragments={count} are more than the {len(layers)} matrices that are compressed by themselves; give fewer"
+            f"fragments={count} must be at most {len(layers)}, the number of matrices that are compressed separately"
         )
     blocks: dict[str, list[str]] = {}
     for name in layers:

@@ -101,14 +101,14 @@ class Rendezvous:
         if not (host and port.isdigit()):
             raise ValueError(f"address={self.address!r} is not host:port, such as 10.0.0.1:{DEFAULT_PORT}")
         if self.least < 1:
-            raise ValueError(f"least={self.least} must be at least 1: peers without which no round is held")
+            raise ValueError(f"least={self.least} must be at least 1: the number of peers that a round needs")
         if self.begin_with is not None and self.begin_with < self.least:
             raise ValueError(f"begin_with={self.begin_with} is less than least={self.least}")
         for name in ("grace_s", "exchange_s", "patience_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0: seconds")
         if math.isinf(self.exchange_s):  # PyTorch accepts no infinite time-out
-            raise ValueError(f"exchange_s={self.exchange_s}: an exchange has to break off some time; give many seconds")
+            raise ValueError(f"exchange_s={self.exchange_s} must be finite; use a large number of seconds")
 
     def connect(self) -> Any:
         """Connect a client to the store, which may come up a little later than this peer.
@@ -275,10 +275,10 @@ class Meeting:
                 self.leave()
                 assert before is not None
                 raise RendezvousError(
-                    f"the run {self._rules.run!r} ended with round {before.round + 1}: all peers that were in it have "
-                    f"left, and took its parameters with them; this peer has "
-                    f"{f'those of round {own.round}' if own.round >= 0 else 'none of them'}. To begin anew, give "
-                    "another run= or start the store again"
+                    f"the run {self._rules.run!r} ended with round {before.round + 1}: all peers that have its "
+                    f"parameters have left, and this peer has "
+                    f"{f'those of round {own.round}' if own.round >= 0 else 'those of no round'}. To start a new run, "
+                    "pass another run= or restart the store"
                 )
             if not told and before is not None and now - began >= self._rules.grace_s:
                 told = self._tell_who_is_missing(before, round_number, here.values())
@@ -286,7 +286,7 @@ class Meeting:
                 self.leave()
                 raise RendezvousError(
                     f"no round was held for {self._rules.patience_s:g} s: {len(here)} peers are here "
-                    f"(least={self._rules.least}), and none of them may have the parameters of the last round"
+                    f"(least={self._rules.least}), and possibly none of them has the parameters of the last round"
                 )
 
     def _tell_who_is_missing(self, last: View, round_number: int | None, here: Iterable[Entry]) -> bool:
@@ -296,9 +296,9 @@ class Meeting:
         if last.beginning or round_number is None or any(entry.round >= round_number for entry in here):
             return False
         log.warning(
-            "no peer that is here has the parameters of round %d. Those that were in it have not left: %s. They may "
-            "have died, and rounds go on when one of them comes back from a checkpoint; this peer waits for %g s. To "
-            "begin anew without them, stop all peers and give another run=",
+            "no peer that is here has the parameters of round %d. The peers of that round have not left: %s. They may "
+            "have died. Rounds go on when one of them returns from a checkpoint; this peer waits for %g s. To start a "
+            "new run without them, stop all peers and pass another run=",
             round_number,
             ", ".join(sorted(entry.peer for entry in last.entries)),
             self._rules.patience_s,

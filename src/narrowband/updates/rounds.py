@@ -352,11 +352,11 @@ class UpdateCompression(Handle):
         self._skipped += 1
         names = [name for fragment in fragments for name in fragment.not_finite(tensors)]
         log.warning(
-            "round %d: what rank %d changed is not finite in %s, so it brings nothing in this round; its optimizer may "
-            "keep what is not finite, too",
+            "round %d: the update of rank %d holds inf or NaN in %s, so this rank contributes zeros to the round; the "
+            "state of its optimizer may hold inf or NaN, too",
             self.step,
             self._peers.rank,
-            some(names) or "a part that another rank of this replica has",
+            some(names) or "a part of the model that another rank of this replica holds",
         )
         for fragment in fragments:
             fragment.bring_nothing()
@@ -408,7 +408,10 @@ class UpdateCompression(Handle):
     def _are_finite(self, fragments: Sequence[Fragment]) -> bool:
         if all(fragment.is_finite() for fragment in fragments):
             return True
-        log.warning("round %d: the mean is not finite; parameters stay as they were", self.step - 1)
+        log.warning(
+            "round %d: the mean of the updates holds inf or NaN; parameters stay as they were after the last round",
+            self.step - 1,
+        )
         return False
 
     def _step_facts(self) -> Facts:
@@ -469,11 +472,14 @@ class UpdateCompression(Handle):
         if what not in ("average", "step"):
             return
         if self._engine.error is not None:
-            raise RuntimeError(f"{what}: the exchange stopped at an earlier round: {self._engine.error}")
+            raise RuntimeError(
+                f"{what}: the exchange of an earlier round broke off ({self._engine.error}); restart all ranks from a "
+                "checkpoint"
+            )
         if thawed := self._averaged.thawed():
             raise UnsupportedError(
-                f"{what}: nothing averages {some(thawed)}, which did not require a gradient when compress_updates was "
-                "called, and does now; call remove() on all ranks, and compress_updates again"
+                f"{what}: parameters that require a gradient now, but did not when compress_updates was called, are "
+                f"not averaged: {some(thawed)}; call remove() on all ranks, and compress_updates again"
             )
 
     # ---- ends and checkpoints ----------------------------------------------------------------------------------------
@@ -493,7 +499,7 @@ class UpdateCompression(Handle):
             try:
                 self._land()
             except (RuntimeError, ValueError) as error:
-                log.warning("remove: what was under way did not arrive: %s", error)
+                log.warning("remove: the exchange of a fragment broke off, so its mean is not applied: %s", error)
         super().remove()
         self._let_go()
 
@@ -569,8 +575,8 @@ class UpdateCompression(Handle):
             self._check_updates(state)
             if len(states) != self.size and state["updates"]["anchor"]:
                 raise ValueError(
-                    "the states were saved between rounds, where each replica has parameters of its own; another "
-                    "number of replicas can go on from a moment right after average()"
+                    f"the states were saved between two rounds, by {len(states)} replicas, and here are {self.size}; "
+                    "states for another number of replicas must be saved right after average()"
                 )
         return found
 
@@ -588,12 +594,12 @@ def check_in_place(specs: Iterable[str | Compression]) -> None:
         method = compression(spec).feedback
         if not isinstance(method, ErrorFeedback):
             raise ValueError(
-                f"residuals='in-place' are those of error feedback, and {str(spec)!r} has none; give a spec with +ef"
+                f"residuals='in-place' needs error feedback, and {str(spec)!r} has none; use a spec with +ef"
             )
         if method.chooses_by_residual:
             raise ValueError(
-                f"residuals='in-place': {method.name} of {str(spec)!r} chooses half of what it sends by the residual, "
-                "and an update that holds it already leaves nothing to choose by; give a spec with +ef"
+                f"residuals='in-place' cannot be combined with {method.name} in {str(spec)!r}, which needs residuals "
+                "apart from the updates to choose what it sends; use a spec with +ef"
             )
 
 

@@ -160,7 +160,7 @@ def compress_updates(
     outer, alpha, warmup_rounds = plain_number(outer), plain_number(alpha), whole_number("warmup_rounds", warmup_rounds)
     steps_or_seconds = _seconds(every) if isinstance(every, str) else every
     if isinstance(steps_or_seconds, float) and peers is None:
-        raise ValueError(f"every={every!r} is a time, which rounds with peers=... go by; give a number of steps")
+        raise ValueError(f"every={every!r} is a time, which works only with peers=...; give a number of steps")
     if isinstance(steps_or_seconds, int) and steps_or_seconds < 1:
         raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
     if buffers not in ("average", "keep"):
@@ -171,8 +171,8 @@ def compress_updates(
     if outer == "nesterov":
         if isinstance(every, int) and every < _FEW_STEPS:
             log.warning(
-                "every=%d is few for outer='nesterov': in rounds of 3 steps it made a small GPT's loss half as high "
-                "again, in rounds of 15 it did not; outer='auto' is for short ones",
+                "every=%d is short for outer='nesterov': with rounds of 3 steps the loss of a small GPT was half as "
+                "high again, with rounds of 15 steps it was not; use outer='auto' for short rounds",
                 every,
             )
         outer = _nesterov
@@ -200,11 +200,13 @@ def compress_updates(
     method = settings.compression.feedback
     if method is not None and method.observes_uncompressed:
         raise UnsupportedError(
-            f"{method.name} corrects the momentum of gradients, and updates have theirs already; use '+ef' here"
+            f"{method.name} corrects momentum in gradients, but updates already contain the optimizer's; use '+ef'"
         )
     _check_residuals(residuals, settings, overlap, weigh)
     if fragments > 1 and settings.policy is not None:
-        raise UnsupportedError("a policy looks at the whole model, and here a round is of one fragment; use a plan")
+        raise UnsupportedError(
+            f"a policy needs rounds of the whole model, and here fragments={fragments}; use a plan, or fragments=1"
+        )
     around = ddp_of(model)
     net = model if around is None else around.module
     _check_parameters(net, optimizers)
@@ -212,7 +214,7 @@ def compress_updates(
         _check_buffers(net)
     if peers is not None:
         if process_group is not None:
-            raise ValueError("peers that come and go have no process_group: leave one of the two out")
+            raise ValueError("peers=... and process_group=... cannot be combined: leave one of the two out")
         return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
     group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
     check_replica(model, group)
@@ -239,9 +241,9 @@ def _check_words(check_every: object, weigh: object, *, with_peers: bool) -> Non
     if check_every is not None and not (isinstance(check_every, int) and check_every >= 1):
         raise ValueError(f"check_every={check_every!r} must be a whole number of rounds of at least 1")
     if not (isinstance(weigh, str) and weigh):
-        raise ValueError(f"weigh={weigh!r} must be a word: 'steps', or what handle.count() is told, such as 'tokens'")
+        raise ValueError(f"weigh={weigh!r} must be a word: 'steps', or the unit of handle.count(), such as 'tokens'")
     if weigh != "steps" and not with_peers:
-        raise ValueError(f"weigh={weigh!r} is for peers=...; replicas of a process group all count alike")
+        raise ValueError(f"weigh={weigh!r} works only with peers=...; replicas of a process group have equal weights")
 
 
 def _check_residuals(residuals: object, settings: Settings, overlap: int, weigh: str) -> None:
@@ -259,13 +261,12 @@ def _check_residuals(residuals: object, settings: Settings, overlap: int, weigh:
     check_in_place([settings.compression, *(compression(spec).beside(settings.compression) for spec in of_layers)])
     if overlap:
         raise ValueError(
-            f"overlap={overlap}: a replica that trains on has parameters of its own already; leave "
-            "residuals='in-place' out"
+            f"overlap={overlap} cannot be combined with residuals='in-place'; use overlap=0 or residuals='apart'"
         )
     if weigh != "steps":
         raise ValueError(
-            f"weigh={weigh!r}: an update that counts by nothing would take the residuals in it along; leave "
-            "residuals='in-place' out, or weigh by steps"
+            f"weigh={weigh!r} cannot be combined with residuals='in-place': an update of weight 0 would lose the "
+            "residuals that it contains; use weigh='steps' or residuals='apart'"
         )
 
 
@@ -282,15 +283,17 @@ def _check_streaming(rounds: Rounds) -> None:
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
     if not (_is_number(rounds.alpha) and 0 <= rounds.alpha <= 1):
-        raise ValueError(f"alpha={rounds.alpha!r} must be between 0 and 1: what is left of a replica's own parameters")
+        raise ValueError(f"alpha={rounds.alpha!r} must be between 0 and 1: the weight of a replica's own parameters")
     if isinstance(rounds.every, float):
         return
     if fragments > rounds.every:
-        raise ValueError(f"fragments={fragments} need as many steps to have their rounds in, and every={rounds.every}")
+        raise ValueError(
+            f"fragments={fragments} must be at most every={rounds.every}: each fragment needs a step for its round"
+        )
     if overlap > rounds.every // fragments:
         raise ValueError(
-            f"overlap={overlap}: a fragment has to be there before the next one goes, after "
-            f"{rounds.every // fragments} steps (every={rounds.every} // fragments={fragments})"
+            f"overlap={overlap} must be at most {rounds.every // fragments} (every={rounds.every} // "
+            f"fragments={fragments}): a fragment must arrive before the exchange of the next one begins"
         )
 
 
@@ -302,7 +305,7 @@ def _seconds(text: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|min|h)", text.strip())
     if found is None or not float(found[1]):
-        raise ValueError(f"every={text!r} is no time; write a number and s, min or h, such as 20min")
+        raise ValueError(f"every={text!r} is not a time; expected a number and s, min or h, such as '20min'")
     return float(found[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2]]
 
 
@@ -320,8 +323,8 @@ def _check_buffers(model: nn.Module) -> None:
         own = local(buffer)
         if any(size > 1 and not stride for size, stride in zip(own.shape, own.stride(), strict=True)):
             raise ValueError(
-                f"elements of {name} lie in the same memory, as after expand(), so no mean can be written there; "
-                "register its clone() as the buffer, or give buffers='keep'"
+                f"buffer {name} has elements that share memory, as after expand(), so a mean cannot be written to it; "
+                "register its clone() as the buffer, or pass buffers='keep'"
             )
 
 
@@ -338,6 +341,6 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
     lacking = [name for name, p in trained.items() if p not in stepped]
     if lacking:
         raise ValueError(
-            f"no optimizer that was given steps {some(lacking)}; pass all optimizers of the model, or freeze what is "
-            "not trained with requires_grad_(False)"
+            f"parameters that require a gradient are in none of the optimizers: {some(lacking)}; pass all optimizers "
+            "of the model, or freeze parameters that are not trained with requires_grad_(False)"
         )

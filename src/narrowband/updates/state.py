@@ -152,7 +152,7 @@ class SavedRounds:
         """
         own = _of_rounds(state)
         if own is None:
-            raise ValueError("the state is not of updates; pass what compress_updates' handle.state_dict() returned")
+            raise ValueError("the state is not one of compress_updates; pass what its handle.state_dict() returned")
         here = {"every": self.every, "fragments": len(self.fragments), "split": self.split}
         for name, value in here.items():
             if own[name] != value:
@@ -160,17 +160,23 @@ class SavedRounds:
         if (where := own.get("residuals", "apart")) != self.residuals:
             raise ValueError(f"the state was saved with residuals={where!r}, here they are {self.residuals!r}")
         if (own["outer"] is None) != (self.outer is None):
-            raise ValueError("the state is of another outer step: one of the two is an optimizer")
+            raise ValueError(
+                "the state was saved with another outer=: either there or here, but not both, it is an optimizer"
+            )
         if self.outer is not None:
             _check_outer(own["outer"], self.outer)
         if not isinstance(own["length"], Sequence) or len(own["length"]) != len(self._measured):
-            raise ValueError("the state is of another outer step: one of the two is outer='auto'")
+            raise ValueError(
+                "the state was saved with another outer=: either there or here, but not both, it is 'auto'"
+            )
         for length in own["length"]:
             _check_measured(length)
         if not _is_count(own["skipped"]):
-            raise ValueError(f"the state has {own['skipped']!r} for 'skipped', and a number of rounds belongs there")
+            raise ValueError(f"the state has {own['skipped']!r} for 'skipped'; expected a whole number of at least 0")
         if not _is_count(own["steps"]) or own["steps"] >= max(2, self.every):
-            raise ValueError(f"the state is of {own['steps']} steps after a round, and every={self.every}")
+            raise ValueError(
+                f"the state has {own['steps']!r} for 'steps'; expected a whole number below {max(2, self.every)}"
+            )
         self._check_saved("parameters of the last round", own["anchor"], tensors, tensors)
         anchored = [fragment.names[0] in own["anchor"] for fragment in self.fragments]
         for at, there in enumerate(anchored):
@@ -182,17 +188,19 @@ class SavedRounds:
         if sent is None:
             return
         if not self.overlap:
-            raise ValueError("the state has a fragment that is under way, and here overlap=0")
+            raise ValueError(
+                "the state was saved during the exchange of a fragment, and here overlap=0; use overlap=1 or more"
+            )
         at, steps, sample = sent["at"], sent["steps"], sent["sample"]
         if not (_is_count(at) and at < len(anchored) and anchored[at] and _is_count(steps) and steps < self.overlap):
-            raise ValueError("the state has a fragment that is under way, which cannot be")
+            raise ValueError(f"the state is damaged: its fragment under way has at={at!r} and steps={steps!r}")
         self._check_saved("means", sent["means"], self.fragments[at].names, tensors)
         if not sent["means"]:
             raise ValueError("the state lacks the means of the fragment that is under way")
         length = self.fragments[at].length
         numel = length.nbytes // 4 if isinstance(length, MeasuredLength) else 0
         if sample is not None and not (_is_flat(sample, numel) and numel):
-            raise ValueError("the state has a sample of a fragment that is under way, which cannot be")
+            raise ValueError("the state is damaged: the sample of its fragment under way has another shape or dtype")
 
     def _check_saved(
         self, what: str, saved: Mapping[str, Tensor], names: Iterable[str], tensors: Mapping[str, Tensor]
@@ -251,7 +259,7 @@ def _check_measured(state: object) -> None:
         x = numbers.get(name)
         if not isinstance(x, (int, float)) or not low <= x < math.inf:
             raise ValueError(
-                f"the state of a measured length has {x!r} for {name}, and a number from {low} on belongs there"
+                f"the state of a measured length has {x!r} for {name!r}; expected a number of at least {low}"
             )
 
 
@@ -262,7 +270,9 @@ def _check_outer(state: object, outer: Optimizer) -> None:
         raise ValueError("the state is of an outer optimizer with other parameter groups")
     kept = cast("Mapping[str, Any]", state).get("state")
     if not isinstance(kept, Mapping) or not all(isinstance(own, Mapping) for own in kept.values()):
-        raise ValueError("the state of the outer optimizer is not one: it says nothing of its parameters")
+        raise ValueError(
+            "the state of the outer optimizer is damaged: its 'state' must hold a dictionary for each parameter"
+        )
     parameters = {
         name: p
         for names, group in zip(groups, outer.param_groups, strict=True)
