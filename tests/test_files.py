@@ -25,7 +25,25 @@ def test_what_fails_on_its_way_leaves_the_file_that_was_there(tmp_path):
         file.write(b"after")
         assert path.read_text(encoding="utf-8") == "before ü", "not yet"
     assert path.read_bytes() == b"after"
-    assert path.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_new_file_has_the_permissions_of_the_umask_and_an_old_one_keeps_its_own(tmp_path, umask):
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.touch()
+    before = os.umask(umask)
+    try:
+        write_text(new, "x")
+        for mode in (0o600, 0o664):
+            old.chmod(mode)
+            with whole(old) as file:
+                (temporary,) = tmp_path.glob(".old.*")
+                assert temporary.stat().st_mode & 0o777 & ~mode == 0, "nobody may read it who may not read the old one"
+                file.write(b"x")
+            assert old.stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+    assert new.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_no_file_takes_the_place_of_a_pipe_or_of_a_link(tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -18,7 +19,8 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
     """Yield a temporary file that replaces ``path`` when the block ends, and that is deleted if the block raises.
 
     Several processes may write the same path at once: the file of the last one stays. Missing folders are created. If
-    ``path`` is a symbolic link, the file that it points to is replaced.
+    ``path`` is a symbolic link, the file that it points to is replaced. A file that replaces another has the other's
+    permissions; a new one has those of the umask.
 
     Args:
         path: of the file.
@@ -35,11 +37,14 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
         raise FileExistsError(errno.EEXIST, "is no regular file", str(path))
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-        os.chmod(temporary, 0o644)
+        if mode is not None:
+            os.chmod(temporary, mode)  # without what the umask took away
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
