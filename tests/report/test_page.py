@@ -11,11 +11,12 @@ from importlib import metadata
 
 import pytest
 
+from narrowband.averaging import LayerStats
 from narrowband.cli import main
 from narrowband.errors import UnsupportedError
 from narrowband.report import page as pages
 from narrowband.report.page import record_page, run_page
-from narrowband.report.recorder import LayerRecord, Run, read_run
+from narrowband.report.recorder import Run, read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -25,7 +26,7 @@ SPECS = ("powersgd:rank=4", "powersgd:rank=2")
 
 
 def layer(step, at, error=0.3):
-    return LayerRecord(SPECS[(step + at) % 2], 64 * 64, 32768, 1024 * (at + 1), error, 0.1 * step * (at + 1))
+    return LayerStats(SPECS[(step + at) % 2], 64 * 64, 32768, 1024 * (at + 1), error, 0.1 * step * (at + 1))
 
 
 def a_run(*, seconds=0.2, skipped=(7,), losses=True, ended=True, layers=3, spec="powersgd:rank=4"):

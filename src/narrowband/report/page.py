@@ -24,7 +24,8 @@ from narrowband.units import format_bytes, format_count
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from narrowband.report.recorder import LayerRecord, Run
+    from narrowband.averaging import LayerStats
+    from narrowband.report.recorder import Run
 
 __all__ = ["Curves", "can_make_pages", "record_page", "run_page"]
 
@@ -374,7 +375,7 @@ def _in_script(code: str) -> str:
     return re.sub("</(script)", r"<\\/\1", code, flags=re.IGNORECASE).replace("<!--", "<\\!--")
 
 
-def _last_layers(run: Run) -> list[tuple[str, LayerRecord]]:
+def _last_layers(run: Run) -> list[tuple[str, LayerStats]]:
     if not run.layers:
         return []
     last = run.layers[max(run.layers)]
@@ -592,7 +593,7 @@ def _most(run: Run) -> str:
     return f", the {_LAYERS} of {count} layers that send the most" if count > _LAYERS else ""
 
 
-def _over_time(run: Run, of: Callable[[LayerRecord], Any]) -> list[dict[str, Any]]:
+def _over_time(run: Run, of: Callable[[LayerStats], Any]) -> list[dict[str, Any]]:
     """Return rows of layer, step and value, at no more than 60 steps."""
     shown = {name for name, _ in _last_layers(run)[:_LAYERS]}
     steps = sorted(run.layers)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowband.averaging import LayerStats
 from narrowband.report.record import provenance
 from narrowband.units import whole_number
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["LayerRecord", "Recorder", "Run", "is_run", "read_run"]
+__all__ = ["Recorder", "Run", "is_run", "read_run"]
 
 log = logging.getLogger(__name__)
 
@@ -289,18 +290,6 @@ def _finite(x: Any) -> Any:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LayerRecord:
-    """The statistics of a layer at one step: see :class:`~narrowband.averaging.LayerStats`."""
-
-    spec: str
-    numel: int
-    raw_bytes: int
-    sent_bytes: int
-    relative_error: float | None
-    residual_norm: float | None
-
-
 @dataclass
 class Run:
     """The contents of a :class:`Recorder`'s file.
@@ -316,7 +305,7 @@ class Run:
 
     start: dict[str, Any]
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
-    layers: dict[int, dict[str, LayerRecord]] = field(default_factory=dict)
+    layers: dict[int, dict[str, LayerStats]] = field(default_factory=dict)
     ended: bool = False
     torn: bool = False
     last: int = 0
@@ -443,9 +432,9 @@ def _whole(x: Any) -> int:
     return int(x)
 
 
-def _layer(spec: str, numel: int, raw: int, sent: int, error: float | None, norm: float | None) -> LayerRecord:
+def _layer(spec: str, numel: int, raw: int, sent: int, error: float | None, norm: float | None) -> LayerStats:
     known = (None if x is None else float(x) for x in (error, norm))
-    return LayerRecord(str(spec), _whole(numel), _whole(raw), _whole(sent), *known)
+    return LayerStats(str(spec), _whole(numel), _whole(raw), _whole(sent), *known)
 
 
 def _what(error: Exception) -> str:
