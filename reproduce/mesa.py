@@ -495,7 +495,10 @@ def _covers(found: Sequence[Group]) -> list[tuple[str, str]]:
     operators, modules = here(_OPERATORS), here(_MODULES)
     single = "are in table 7" if operators == "here" else "would be table 7's"
     return [
-        ("table 1 (ImageNet)", "here, with a small vision transformer on CIFAR-10; steps: `reproduce.mesa_memory`"),
+        (
+            "table 1 (ImageNet)",
+            "here, with a small vision transformer on CIFAR-10; [steps](mesa_memory.md)",
+        ),
         ("table 2 (statistics per sample)", here(_TABLES["table 2"])),
         ("table 3 (rounding)", "here; that rounding to the nearest does not converge on ImageNet is not tested"),
         ("table 4 (symmetric ranges)", here(_TABLES["table 4"])),
@@ -505,7 +508,7 @@ def _covers(found: Sequence[Group]) -> list[tuple[str, str]]:
         ("table 8 (modules)", modules),
         (
             "tables 9 and 10 (the largest model, and batch)",
-            "`reproduce.mesa_memory`; not reproduced: accuracies with a larger batch",
+            "on [a page of their own](mesa_memory.md); not reproduced: accuracies with a larger batch",
         ),
         ("table 11 (segmentation of ADE20K)", "not reproduced: neither its data nor a pre-trained Swin are here"),
         (
