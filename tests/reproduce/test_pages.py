@@ -265,3 +265,24 @@ def test_a_picture_is_read_out_and_stands_alone():
 def test_a_picture_is_written_for_every_theme(tmp_path):
     write(PANELS, tmp_path / "new" / "bars")
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"bars-light.svg", "bars-dark.svg"}
+
+
+def test_in_a_wide_font_no_text_of_a_picture_runs_into_another():
+    matplotlib = pytest.importorskip("matplotlib", reason="it brings a wide font along")
+    from PIL import ImageFont
+
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    plain, bold = (ImageFont.truetype(str(folder / f"{name}.ttf"), 1000) for name in ("DejaVuSans", "DejaVuSans-Bold"))
+    pictures = [DOCS / f"{FRONT}-light.svg", *DOCS.glob("results/pictures/*/opening-light.svg")]
+    for path in pictures:
+        picture = ET.fromstring(path.read_text())
+        style = picture.find(f"{SVG}style").text
+        sizes = {kind: float(size) / 1000 for kind, size in re.findall(r"\.(\w) \{ font-size: ([\d.]+)px", style)}
+        panel = max(float(bar.get("width")) for bar in picture.iter(f"{SVG}rect"))
+        label = 0.0
+        for text in picture.iter(f"{SVG}text"):
+            kind = text.get("class")
+            width = (bold if kind in "tv" else plain).getlength(text.text) * sizes[kind]
+            taken = label + 10.0 + width if kind == "v" else width
+            assert taken < panel, (path, text.text)
+            label = width if kind == "l" else 0.0
