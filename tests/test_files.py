@@ -49,7 +49,7 @@ def test_a_new_file_has_the_permissions_of_the_umask_and_an_old_one_keeps_its_ow
 def test_no_file_takes_the_place_of_a_pipe_or_of_a_link(tmp_path):
     pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "elsewhere" / "file.txt"
     os.mkfifo(pipe)
-    with pytest.raises(FileExistsError, match="is no regular file"):
+    with pytest.raises(FileExistsError, match="is not a regular file"):
         write_text(pipe, "x")
     assert pipe.is_fifo()
     link.symlink_to(target)

@@ -34,7 +34,7 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
         9
     """
     if path.exists() and not path.is_file():
-        raise FileExistsError(errno.EEXIST, "is no regular file", str(path))
+        raise FileExistsError(errno.EEXIST, "is not a regular file", str(path))
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None

@@ -83,14 +83,17 @@ def test_the_kernel_counts_what_the_library_says_that_it_sent():
         ({"codecs": ()}, "nothing to measure"),
         ({"rate": "fast"}, "rate 'fast' cannot be read"),
         ({"rate": "none", "delay": "5ms"}, "need an emulated link"),
-        ({"sharded": True}, "has to be a pair, of gradients and of parameters"),
-        ({"sharded": True, "per_node": 2}, "leave out per_node and baselines"),
+        ({"sharded": True}, "is not a pair GRADIENTS/PARAMETERS of specs"),
+        ({"sharded": True, "per_node": 2}, "leave out per_node, baselines"),
         ({"sharded": True, "codecs": ("none/qsgd:bit=8",)}, "did you mean 'bits'"),
         ({"device": "gpu"}, "device='gpu' is none of cpu, cuda"),
-        ({"device": "cuda", "rate": "1gbit"}, "links are emulated between CPUs only; leave out rate"),
-        ({"device": "cuda", "delay": "5ms"}, "links are emulated between CPUs only"),
-        ({"device": "cuda", "sharded": True, "codecs": ("none/none",)}, "sharded and per_node are measured on the CPU"),
-        ({"device": "cuda", "per_node": 2}, "sharded and per_node are measured on the CPU only"),
+        ({"device": "cuda", "rate": "1gbit"}, "links cannot be emulated between GPUs; leave out rate"),
+        ({"device": "cuda", "delay": "5ms"}, "links cannot be emulated between GPUs"),
+        (
+            {"device": "cuda", "sharded": True, "codecs": ("none/none",)},
+            "sharded and per_node can be measured on the CPU",
+        ),
+        ({"device": "cuda", "per_node": 2}, "sharded and per_node can be measured on the CPU only"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_rank_starts(arguments, message):

@@ -81,7 +81,7 @@ def test_every_loop_does_the_same_on_tritons_backend(name):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
-    with pytest.raises(UnsupportedError, match="there is no GPU here"):
+    with pytest.raises(UnsupportedError, match="this build of torch finds no GPU"):
         next(run(Config(numel=NUMEL, device="cuda")))
 
 

@@ -87,7 +87,7 @@ def test_a_model_of_ones_own_may_import_what_lies_beside_it_and_give_one_input_b
         ("deit-huge", "unknown model 'deit-huge'; there are: deit-tiny"),
         ("nowhere.py:build", "there is no file nowhere.py"),
         ("{}:biuld", "has no function 'biuld'"),
-        ("{}:wrong", r"wrong\(2\) has to return a module and the tuple of its inputs"),
+        ("{}:wrong", r"wrong\(2\) must return a module and the tuple of its inputs"),
     ],
 )
 def test_what_is_no_model_is_refused(model, name, message):
@@ -270,7 +270,7 @@ def test_compiled_rows_tell_what_graphs_keep(model):
 
 
 def test_a_model_without_blocks_cannot_be_checkpointed(model):
-    with pytest.raises(ValueError, match="checkpointing needs blocks"):
+    with pytest.raises(ValueError, match="checkpointing needs a model with blocks"):
         memory.run(memory.Config(model=model.replace(":build", ":bare"), batch=8, baselines=True, rounds=1))
 
 
@@ -301,7 +301,7 @@ def test_the_command_says_what_it_is_at_and_has_the_rows_of_finished_rounds_when
 
 
 def test_a_model_whose_output_needs_no_gradient_is_refused():
-    with pytest.raises(ValueError, match="with nothing in it that needs gradients"):
+    with pytest.raises(ValueError, match="with in which no tensor requires gradients"):
         memory.survey(nn.Flatten(), (torch.randn(2, 3),), ActivationPolicy())
 
 

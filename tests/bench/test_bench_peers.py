@@ -37,8 +37,11 @@ def test_a_short_run_survives_both_and_counts():
     [
         ({"peers": 1}, "peers=1"),
         ({"peers": 2}, "one has to be left"),
-        ({"kill": 50, "rejoin": 40}, "have to follow in order"),
-        ({"freeze": 500}, "freeze=500 is no round of 200"),
+        ({"kill": 50, "rejoin": 40}, "kill=50, rejoin=40 and rounds=200 must ascend"),
+        ({"kill": -1}, "kill=-1 must be at least 0"),
+        ({"freeze": 500}, "freeze=500 must be a round between 1 and 200; 0 freezes no peer"),
+        ({"seed": -1}, "seed=-1 is not in"),
+        ({"spec": "nope"}, "unknown codec 'nope'"),
         ({"step_s": -1.0}, "step_s=-1.0"),
         ({"freeze_s": float("inf")}, "freeze_s=inf must be a number of seconds"),
     ],

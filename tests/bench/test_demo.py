@@ -54,7 +54,7 @@ def test_a_torn_row_is_not_resumed_but_named(finished, tmp_path):
     shutil.copytree(directory / "rows", tmp_path / "rows")
     (torn,) = (tmp_path / "rows").glob("fp16-*.json")
     torn.write_text(torn.read_text()[:100])
-    with pytest.raises(ValueError, match="torn or no JSON file") as caught:
+    with pytest.raises(ValueError, match="incomplete or not a JSON file") as caught:
         run(CONFIG, tmp_path, resume=True)
     assert str(torn) in str(caught.value)
 

@@ -58,7 +58,7 @@ def test_what_is_not_installed_is_skipped_and_said_and_what_is_known_is_not_meas
     assert rows[0]["skipped"] == "no_such_package is not installed: pip install no_such_package"
     assert rows[1] == {"name": "gpt2", "ratio_to_plain": 1.0}
     assert "not installed" in zoo.sentence(rows[:1])
-    with pytest.raises(ValueError, match="which is not installed: pip install no_such_package"):
+    with pytest.raises(ValueError, match="absent needs no_such_package: pip install no_such_package"):
         subject("absent", 1)
 
 

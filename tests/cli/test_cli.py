@@ -82,11 +82,15 @@ def test_help_teaches_with_examples(narrow, command):
     ("words", "message"),
     [
         (("demmo",), "unknown command 'demmo' (did you mean 'demo'?)"),
-        (("bench", "kernls"), "unknown command 'bench kernls' (did you mean 'bench kernels'?)"),
+        (
+            ("bench", "kernls"),
+            "unknown command 'bench kernls' (did you mean 'bench kernels'?); there are: bench kernels,",
+        ),
+        (("bench", "nothing-like-it"), "unknown command 'bench nothing-like-it'; there are: bench kernels, bench ddp,"),
         (("bench", "ddp", "--codecs", "topk:densty=1"), "did you mean 'density'?"),
         (("bench", "kernels", "--numel", "3"), "numel=3"),
         (("demo", "--steps", "0"), "steps=0"),
-        (("demo", "--", "python"), "takes nothing behind '--'"),
+        (("demo", "--", "python"), "takes nothing after '--'"),
         (("lab", "--nodes", "2"), "narrowband lab --nodes 4 --rate 200mbit -- python train.py"),
         (("lab", "--rate", "quick", "--", "true"), "rate 'quick' cannot be read"),
         (("lab", "--", "no-such-program-anywhere"), "'no-such-program-anywhere'"),

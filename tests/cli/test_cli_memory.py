@@ -136,13 +136,23 @@ def test_a_budget_below_the_least_possible_says_so_and_what_takes_it(narrow, mod
     assert not path.exists()
 
 
+def test_a_budget_for_a_model_whose_modules_keep_nothing_is_refused(narrow, tmp_path):
+    (tmp_path / "one.py").write_text(
+        "import torch\ndef build(batch): return torch.nn.Linear(8, 8), (torch.randn(batch, 8),)\n"
+    )
+    code, said = narrow(f"{tmp_path / 'one.py'}:build", "--batch", "4", "--budget", "1GB")
+    assert code == 2
+    assert "no module of this model keeps a tensor for backward" in said
+    assert "please report" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("deit-huge",), "unknown model 'deit-huge'"),
         (("{}", "--batch", "0"), "batch=0"),
-        (("{}", "--budget", "8 apples"), "is no amount of memory"),
-        (("{}", "--budget", "0GB"), "is no amount of memory"),
+        (("{}", "--budget", "8 apples"), "is not an amount of memory"),
+        (("{}", "--budget", "0GB"), "is not an amount of memory"),
         (("{}", "--output", "policy.toml"), "give --budget, too"),
         (("{}", "--codec", "topp"), "unknown codec 'topp'"),
     ],
@@ -162,12 +172,12 @@ def test_an_optimizer_that_is_not_installed_is_a_sentence_before_anything_is_mea
     told = tmp_path / "told.json"
     code, said = narrow(model, "--optimizer", "adamw-8bit", "--json", str(told))
     assert code == 2
-    assert said == "optimizer='adamw-8bit' is bitsandbytes', which is missing: pip install bitsandbytes\n"
+    assert said == "optimizer='adamw-8bit' needs bitsandbytes: pip install bitsandbytes\n"
     assert not told.exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("1", 1), ("8GB", 8 * 10**9), ("600 MB", 6 * 10**8), ("1.5GiB", 3 * 2**29), ("2kB", 2000)]
+    ("text", "nbytes"), [("1B", 1), ("8GB", 8 * 10**9), ("600 MB", 6 * 10**8), ("1.5GiB", 3 * 2**29), ("2kB", 2000)]
 )
 def test_bytes(text, nbytes):
     assert parse_bytes(text) == nbytes

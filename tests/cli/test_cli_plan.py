@@ -191,7 +191,7 @@ def test_a_range_of_machines_is_behind_the_link_that_is_said(narrow, model, tmp_
         (("--link", "10parsec"), "rate '10parsec' cannot be read"),
         (("--delay", "5"), "delay '5' cannot be read"),
         (("--nodes", "1"), "one rank sends nothing"),
-        (("--nodes", "4..2"), "write 4, or 1..10000"),
+        (("--nodes", "4..2"), "give a number such as 4, or a range such as 1..10000"),
         (("--codecs", "topk:densty=1"), "did you mean 'density'?"),
         (("--codecs", "threshold:value=0.1+ef"), "depends on the gradients and cannot be predicted"),
         (("--codecs", "qsgd:bits=4+aq-sgd"), "compresses activations between pipeline stages"),
@@ -203,8 +203,8 @@ def test_a_range_of_machines_is_behind_the_link_that_is_said(narrow, model, tmp_
         (("--tolerance", "inf"), "must be a share of the loss"),
         (("--bucket-cap-mb", "inf"), "bucket_cap_mb=inf must be a number above 0"),
         (("--plot", "x.png"), "--plot draws a range of machines"),
-        (("--measure",), "ranks that torchrun has started"),
-        (("--measure", "--link", "1gbit"), "measure finds out link by itself"),
+        (("--measure",), "must be started by torchrun"),
+        (("--measure", "--link", "1gbit"), "--measure finds link by itself"),
         (("--nodes", "2..4", "--plot", "x.txt"), "--apply writes the plan for one cluster"),
     ],
 )
@@ -265,7 +265,7 @@ def test_measurements_are_written_before_anything_else_can_fail(narrow, model, t
     ("function", "says"),
     [
         ("fails", "raised RuntimeError: no data here"),
-        ("without_inputs", "has to return a module and the tuple of its inputs"),
+        ("without_inputs", "must return a module and the tuple of its inputs"),
         ("ends", "raised SystemExit"),
         ("missing", "has no function 'missing'; there are: build"),
         ("no_backward", "backward raised RuntimeError: no way back"),

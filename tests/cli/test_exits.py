@@ -108,14 +108,14 @@ def given(folder, monkeypatch):
 WRONG = [
     # gradients
     ("adapt nowhere.pt", "there is no file nowhere.pt; torch.save({name: p.grad"),
-    ("adapt folder", "folder is a folder; give the file in it"),
-    ("doctor --json pipe", "pipe is a device or a pipe, and no file may take its place"),
+    ("adapt folder", "folder is a folder; give a file that"),
+    ("doctor --json pipe", "pipe is a device or a pipe, not a regular file"),
     ("report .", ". is a folder; give the file of an nb.Recorder"),
-    *((f"adapt {name}.pt", f"{name}.pt is no file of gradients: torch.save did not write it")
+    *((f"adapt {name}.pt", f"{name}.pt does not hold gradients: it was not written by torch.save")
       for name in ("text", "bytes", "empty", "torn", "head", "pickle", "module")),
     ("adapt nan.pt", "the gradient of 'a.weight' is not finite"),
     ("adapt whole.pt", "'a.weight' is a tensor of torch.int64"),
-    ("adapt sparse.pt", "torch.sparse_coo; gradients are dense"),
+    ("adapt sparse.pt", "torch.sparse_coo; expected a dense tensor"),
     ("adapt number.pt", "must hold a dict of tensors"),
     ("adapt good.pt --before nowhere.pt", "there is no file nowhere.pt"),
     ("adapt good.pt --before other.pt", "other.pt and good.pt are gradients of different models: a.weight"),
@@ -138,11 +138,11 @@ WRONG = [
     ("demo --out file", "give another place"),
     ("lab --json folder -- true", "folder is a folder"),
     # outputs that would take the place of inputs, or of each other
-    ("report run.jsonl --output run.jsonl", "run.jsonl is read by this command, and would be lost"),
+    ("report run.jsonl --output run.jsonl", "run.jsonl is read by this command and would be overwritten"),
     ("report run.jsonl --output ./folder/../run.jsonl", "run.jsonl is read by this command"),
     ("report run.jsonl --output link.jsonl", "link.jsonl is read by this command"),
     ("report run.jsonl --beside plain.jsonl --output plain.jsonl", "plain.jsonl is read by this command"),
-    ("report page.html", "page.html is read by this command, and would be lost if it were written, too; give another"),
+    ("report page.html", "page.html is read by this command and would be overwritten; give another"),
     ("adapt good.pt --output good.pt", "good.pt is read by this command"),
     ("adapt good.pt --before same.pt --plot same.pt", "same.pt is read by this command"),
     ("adapt good.pt --output a.png --plot a.png", "a.png would be written twice"),
@@ -153,7 +153,7 @@ WRONG = [
     ("bench ddp --rate none --model gpt-tiny --codecs plan.json --json plan.json", "plan.json is read by this command"),
     ("bench gpu --json model.py -- python model.py", "model.py is read by this command"),
     ("lab --json model.py -- python model.py", "model.py is read by this command"),
-    ("bench kernels --json rows.html", "rows.html would be lost when a page is made of it"),
+    ("bench kernels --json rows.html", "rows.html is also the name of the page"),
     # plans
     ("bench ddp --rate none --codecs nowhere.json", "nowhere.json: No such file or directory; check the path"),
     ("bench ddp --rate none --codecs folder.json", "folder.json: Is a directory; check the path"),
@@ -164,9 +164,9 @@ WRONG = [
     # models
     ("memory nowhere.py:fits", "nowhere.py:fits: there is no file nowhere.py"),
     ("memory folder:fits", "there is no file folder"),
-    ("memory model.py", "which function of model.py? Write model.py:function"),
-    ("memory model.py:", "which function of model.py? Write model.py:function"),
-    ("memory model.txt:fits", "model.txt is no Python file"),
+    ("memory model.py", "model.py lacks the name of a function: write model.py:function"),
+    ("memory model.py:", "model.py lacks the name of a function: write model.py:function"),
+    ("memory model.txt:fits", "model.txt is not a Python file"),
     ("memory imports.py:f", "imports.py cannot be imported: ModuleNotFoundError: No module named 'nothing"),
     ("memory imports.py:f", "(imports.py, line 2)"),
     ("memory syntax.py:f", "syntax.py cannot be imported: SyntaxError"),
@@ -174,9 +174,9 @@ WRONG = [
     ("memory binary.py:f", "binary.py cannot be imported: "),
     ("memory model.py:missing", "model.py has no function 'missing'; there are: fits, does_not_fit"),
     ("memory model.py:number", "model.py has no function 'number'"),
-    ("memory model.py:takes_nothing", "takes_nothing is called with the batch size alone, as takes_nothing(8)"),
+    ("memory model.py:takes_nothing", "must take the batch size as its only argument, as in takes_nothing(8)"),
     ("memory model.py:takes_two", "missing a required argument: 'classes'"),
-    ("memory model.py:returns_nothing", "returns_nothing(8) has to return a module and the tuple of its inputs"),
+    ("memory model.py:returns_nothing", "returns_nothing(8) must return a module and the tuple of its inputs"),
     ("memory model.py:returns_no_inputs", "forward does not take the inputs that came with it: TypeError"),
     ("memory model.py:does_not_fit", "forward does not take the inputs that came with it: RuntimeError: "),
     ("memory model.py:one_too_many", "forward does not take the inputs that came with it: TypeError"),
@@ -184,14 +184,18 @@ WRONG = [
     ("memory model.py:exits", "exits(8) raised SystemExit: 0"),
     ("memory model.py:no_backward", "the model's backward raised RuntimeError: no way back"),
     ("memory model.py:no_training", "the model's forward raised KeyError: 'grads'"),
-    ("memory model.py:frozen", "nothing in it that needs gradients"),
+    ("memory model.py:frozen", "in which no tensor requires gradients"),
+    ("memory model.py:fits --budget 8", "budget='8' is not an amount of memory; give a number and a unit, such as 8GB"),
     ("bench memory --model model.py:does_not_fit", "forward does not take the inputs"),
     ("bench memory --model nowhere.py:fits", "there is no file nowhere.py"),
     ("bench memory --bits", "nothing to measure"),
     ("bench memory --zoo --only bf16", "--only names rows of one model: leave it out, or leave out --zoo"),
     ("bench memory --tensors --zoo", "--tensors measures no model: leave out --zoo, --shares and --only"),
-    ("bench gpu --parts battery", "which tests are the battery? Put a command of pytest behind '--'"),
-    ("bench ddp --device cuda --rate 1gbit", "links are emulated between CPUs only; leave out rate"),
+    ("bench gpu --parts battery", "the part battery needs a pytest command after '--'"),
+    ("bench ddp --device cuda --rate 1gbit", "links cannot be emulated between GPUs; leave out rate"),
+    ("bench peers --spec nope", "unknown codec 'nope'"),
+    ("rendezvous --host nowhere.invalid", "cannot listen at host nowhere.invalid, port 29400: "),
+    ("rendezvous --host 192.0.2.1 --port 0", "cannot listen at host 192.0.2.1, port 0: Cannot assign requested"),
     # links, ranks, seeds, numbers
     *((f"{command} --rate {rate}", f"rate '{rate}'")
       for command in ("bench ddp", "bench pipeline") for rate in ("0", "0mbit", "nonsense", "nan")),
@@ -202,7 +206,7 @@ WRONG = [
         ("--nodes 0", "nodes is 0; expected 1 to 256"), ("--nodes -1", "nodes is -1"), ("--rate 0", "rate '0'"),
         ("--timeout nan", "timeout_s is nan"), ("--delay soon", "delay 'soon'"), ("--loss 100%", "loss '100%'"))),
     *((f"{command} --seed -1", "seed=-1 is not in [0, 2**31)")
-      for command in ("demo", "bench kernels", "bench ddp", "bench pipeline", "bench adapt", "bench memory")),
+      for command in ("demo", *map("bench {}".format, ("kernels", "ddp", "pipeline", "peers", "adapt", "memory")))),
     ("demo --learning-rate nan", "learning_rate=nan must be a number above 0"),
     ("demo --learning-rate inf", "learning_rate=inf must be a number above 0"),
     ("bench ddp --momentum nan", "momentum=nan is not in [0, 1)"),
@@ -241,8 +245,8 @@ def contents(folder):
         ("lgreco_links", "--nodes 0", "nodes=0 must be at least 1"),
         ("mesa_memory", "--rounds 0", "rounds=0 must be at least 1"),
         ("sensitivity", "--lr nan", "lr=nan must be above 0"),
-        ("sensitivity", "--quick --output sensitive", "torn or no JSON file"),
-        ("local_times", "--losses torn.json", "torn.json is torn or no JSON file"),
+        ("sensitivity", "--quick --output sensitive", "incomplete or not a JSON file"),
+        ("local_times", "--losses torn.json", "torn.json is incomplete or not a JSON file"),
         ("dgc", "--data-dir data --markdown data/tinyshakespeare/input.txt", "input.txt is read by this command"),
         ("dgc", "--output data --markdown data/rows/row.json", "data/rows/row.json is read by this command"),
         ("dgc", "--output data --markdown data/summary.json", "data/summary.json would be written twice"),
@@ -449,5 +453,5 @@ def test_as_a_process_too(given):
         [sys.executable, "-m", "narrowband.cli", "adapt", "text.pt"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("text.pt is no file of gradients")
+    assert done.stderr.startswith("text.pt does not hold gradients")
     assert done.stderr.count("\n") == 1

@@ -283,9 +283,9 @@ def test_the_command_makes_a_page_of_a_run_or_of_a_record(tmp_path, capsys):
     [
         ("run.jsonl", None, "No such file"),
         ("run.jsonl", "", "no records yet"),
-        ("run.jsonl", '{"kind": "step"}\n', "its first line is no start of a run"),
-        ("run.jsonl", '{"rows": []}', "its first line is no start of a run; nb.Recorder"),
-        ("bench.json", '{"rows": [', "torn or no JSON"),
+        ("run.jsonl", '{"kind": "step"}\n', "its first line does not start a run"),
+        ("run.jsonl", '{"rows": []}', "its first line does not start a run; nb.Recorder"),
+        ("bench.json", '{"rows": [', "incomplete or not a JSON"),
         ("bench.json", "[]", "another program wrote it; give the file of an nb.Recorder, or what a benchmark wrote"),
         ("bench.json", '{"config": {}}', "has no rows"),
         (

@@ -69,10 +69,10 @@ def test_the_version_is_that_of_the_code_at_work_however_it_was_installed():
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        (b'{"rows": [1, 2', "torn or no JSON file"),
-        (bytes(range(128, 256)), "torn or no JSON file"),
-        (b"", "torn or no JSON file"),
-        (b"[1]", "is no JSON object"),
+        (b'{"rows": [1, 2', "incomplete or not a JSON file"),
+        (bytes(range(128, 256)), "incomplete or not a JSON file"),
+        (b"", "incomplete or not a JSON file"),
+        (b"[1]", "is not a JSON object"),
         (b'{"rows": []}', "lacks seed, commit"),
     ],
 )

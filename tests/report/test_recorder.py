@@ -118,7 +118,7 @@ def test_loggers_get_the_same_numbers_on_one_rank():
     for seen in (scalars, log):
         assert seen[4]["narrowband/loss"] == 0.5
         assert seen[4]["narrowband/sent_bytes"] > 0
-    with pytest.raises(TypeError, match="neither add_scalar"):
+    with pytest.raises(TypeError, match="must have a method add_scalar"):
         nb.Recorder(object(), writer=3)
 
 
@@ -250,7 +250,7 @@ def test_a_full_disk_does_not_end_training_and_lines_wait_for_room(tmp_path, cap
                 recorder.step(loss=0.5)
             said = [record.getMessage() for record in caplog.records]
             assert len(said) == 1
-            assert f"{path} cannot be written (File too large). Training goes on" in said[0]
+            assert f"{path} cannot be written (File too large). Training continues" in said[0]
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             recorder.step(loss=0.125)
         recorder = nb.Recorder(Still(), tmp_path / "lost.jsonl")
@@ -290,22 +290,22 @@ def test_numbers_of_steps_may_be_numpys(tmp_path):
     ("content", "message"),
     [
         (b"", "no records yet"),
-        (b"\x80\x04\x95", "is no file of an nb.Recorder"),
-        (b'{"rows": []}\n{}\n', "its first line is no start of a run; nb.Recorder.* writes one"),
-        (b"[]\n", "its first line is no start of a run"),
+        (b"\x80\x04\x95", "was not written by nb.Recorder"),
+        (b'{"rows": []}\n{}\n', "its first line does not start a run; nb.Recorder.* writes such a file"),
+        (b"[]\n", "its first line does not start a run"),
         (
             lines((1, 0.9)).encode().replace(b'"narrowband_run": 1', b'"narrowband_run": 99'),
-            r"was written by a newer version of narrowband \(format 99, and this one reads 1\): install that one",
+            r"was written by a newer version of narrowband \(its format is 99; this version reads 1\): install that version",
         ),
-        (lines((1, 0.9)).encode().replace(b'"ranks": 2', b'"machine": 3'), "its first line is no start"),
+        (lines((1, 0.9)).encode().replace(b'"ranks": 2', b'"machine": 3'), "its first line does not start"),
         (
             lines((1, 0.9), (2, 0.8), (3, 0.7)).encode().replace(b'"step": 2', b'"stop": 2'),
-            "damaged: line 3 is no record .'step' is missing.; take that line out",
+            "damaged: line 3 is not a record .'step' is missing.; delete that line",
         ),
         (lines((1, 0.9), (2, 0.8), (3, 0.7)).encode().replace(b'"step": 2', b'"step": "b"'), "damaged: line 3"),
         (
             lines().encode() + LAYERS + lines((1, 0.9)).encode(),
-            "damaged: line 3 is no record .'much' is no whole number",
+            "damaged: line 3 is not a record .'much' is not a whole number",
         ),
         (lines((1, 0.9), (2, 0.8)).encode().replace(b"0.9", b"[]"), "damaged: line 2"),
         (lines((1, 0.9), (2, 0.8)).encode().replace(b'"step": 1', b'"step": 1e999'), "damaged: line 2"),

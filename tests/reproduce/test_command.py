@@ -174,4 +174,4 @@ def test_a_torn_row_is_named_and_not_taken(tmp_path, capsys, monkeypatch):
     row.write_text('{"task": ')
     arguments = ["--quick", "--tasks", "cifar", "--rows", "dense", "--nodes", "2", "--data-dir", str(tmp_path / "data")]
     assert main(dgc.EXPERIMENT, [*arguments, "--output", str(tmp_path / "out")]) == 2
-    assert f"{row} is torn or no JSON file" in capsys.readouterr().err
+    assert f"{row} is incomplete or not a JSON file" in capsys.readouterr().err

@@ -46,6 +46,9 @@ _REPEATS = 5
 #: Number of ranks for counting payloads alone: of two ranks, each sends its payload once, with any collective.
 _PAYLOADS_ALONE = 2
 
+#: The name of the row of the program alone.
+_ALONE = "program alone"
+
 _LEARNING_RATE = 1e-3
 _MIN_NUMEL = 1024
 
@@ -94,9 +97,13 @@ def count(config: Config) -> int:
 
 
 def run(
-    config: Config, on_event: Callable[[str], None] = lambda _: None, plans: Path | None = None
-) -> list[dict[str, Any]]:
-    """Train, plan at the error of each reference, and return one row per decision.
+    config: Config,
+    on_event: Callable[[str], None] = lambda _: None,
+    plans: Path | None = None,
+    *,
+    known: Iterable[dict[str, Any]] = (),
+) -> Iterator[dict[str, Any]]:
+    """Train, plan at the error of each reference, and yield one row per decision.
 
     Rows hold ``name``, ``ranks``, ``layers``, ``choices`` and
 
@@ -115,23 +122,29 @@ def run(
         on_event: called with what was done, see :func:`count`.
         plans: a directory in which every plan is saved, under the name and the ranks of its row. ``narrowband bench
             ddp`` measures a step with a saved plan.
+        known: rows that an earlier run finished. They are not decided again, if their plans are in ``plans``.
     """
-    gradients, step_s, windows = _gradients(config, on_event)
-    rows = []
+    there = {(row["name"], row.get("ranks")): row for row in known}
+    trained: tuple[dict[str, Tensor], float, int] | None = None  # only if a decision is left to make
     problems = [(reference, reference, search_space(reference)) for reference in config.references]
     if config.mixed:
         everything = ["none", *dict.fromkeys(choice for _, _, choices in problems for choice in choices)]
         problems += [(f"mixed, at {reference}", reference, everything) for reference in config.references]
     for (name, reference, choices), ranks in itertools.product(problems, config.ranks):
-        epoch_steps = max(1, windows // (config.batch * ranks))
-        row, plan = _decision(gradients, reference, choices, ranks, step_s * epoch_steps)
-        rows.append({"name": name, "ranks": ranks, **row})
-        if plans is not None:
-            plan.save(plans / f"{_file_name(name)}-among-{ranks}.json")
+        path = None if plans is None else plans / f"{_file_name(name)}-among-{ranks}.json"
+        row = there.get((name, ranks))
+        if row is None or (path is not None and not path.exists()):
+            gradients, step_s, windows = trained = trained or _gradients(config, on_event)
+            epoch_steps = max(1, windows // (config.batch * ranks))
+            decided, plan = _decision(gradients, reference, choices, ranks, step_s * epoch_steps)
+            row = {"name": name, "ranks": ranks, **decided}
+            if path is not None:
+                plan.save(path)
         on_event(f"{name}, among {ranks} ranks")
-    rows.append(_program(config.seed))
+        yield row
+    row = there.get((_ALONE, None)) or _program(config.seed)
     on_event("program")
-    return rows
+    yield row
 
 
 def _file_name(name: str) -> str:
@@ -197,7 +210,7 @@ def _program(seed: int) -> dict[str, Any]:
         taken.append(time.perf_counter() - begin)
     total = float(sizes[np.arange(len(chosen)), chosen].sum())
     return {
-        "name": "program alone",
+        "name": _ALONE,
         "layers": _LARGE[0],
         "choices": _LARGE[1],
         "solve_s": min(taken[1:]),

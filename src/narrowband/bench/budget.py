@@ -346,6 +346,11 @@ class _Survey:
         kept = {name: saved.raw_bytes for name, saved in self.plain.saved.by_module.items() if saved.raw_bytes}
         kept.pop("(outside)", None)  # no policy changes what is saved outside of modules
         self.units = units_of(self.bench.model, kept)
+        if not self.units:
+            raise ValueError(
+                "no module of this model keeps a tensor for backward, so there is nothing to compress, and no policy "
+                "changes what training takes; narrowband memory without --budget says how much that is"
+            )
         self.gradients = [0] * len(self.units)
         for name, parameter in self.bench.model.named_parameters():
             if parameter.requires_grad:

@@ -144,18 +144,20 @@ class Config:
             raise ValueError("nothing to measure: give codecs, or ask for baselines")
         check_seed(self.seed)
         if self.device == "cuda" and (self.link != "none" or self.delay or self.loss):
-            raise ValueError("device=cuda: links are emulated between CPUs only; leave out rate, delay and loss")
+            raise ValueError("device=cuda: links cannot be emulated between GPUs; leave out rate, delay and loss")
         if self.device == "cuda" and (self.sharded or self.per_node > 1):
-            raise ValueError("device=cuda: sharded and per_node are measured on the CPU only; leave these out")
+            raise ValueError("device=cuda: sharded and per_node can be measured on the CPU only; leave them out")
         check_device(self.device)
         if self.sharded and (self.per_node > 1 or self.baselines or self.plain):
             raise ValueError(
-                "sharded is for one rank per node, and has FSDP2 beside it: leave out per_node and baselines"
+                "sharded takes one rank per node and always measures plain FSDP2: leave out per_node, baselines and "
+                "plain"
             )
         for spec in self.codecs:
             if self.sharded and spec.count("/") != 1:
                 raise ValueError(
-                    f"{spec!r} has to be a pair, of gradients and of parameters: qsgd:bits=8/uniform:bits=8, none/none"
+                    f"{spec!r} is not a pair GRADIENTS/PARAMETERS of specs, such as qsgd:bits=8/uniform:bits=8 or "
+                    "none/none"
                 )
             for part in spec.split("/") if self.sharded else (spec,):
                 _check(part, self.model)
@@ -190,7 +192,8 @@ class Config:
 
 def run(
     config: Config,
-    on_event: Callable[[dict[str, Any]], None] | None = None,
+    on_event: Callable[[dict[str, Any]], None] = lambda _: None,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
     *,
     options: Sequence[Option] = (),
 ) -> list[dict[str, Any]]:
@@ -206,14 +209,31 @@ def run(
     Args:
         config: what to measure.
         on_event: called with ``{"event": "round", "done": …, "of": …, "codec": …}`` while the ranks work.
+        keep: called with all rows after each round but the last, as if it had been the last.
         options: the rows after the first, in place of those of ``config``.
 
     Raises:
         UnsupportedError: the machine cannot emulate links; says what is missing.
         RankError: a rank ended early.
     """
+    place = config.place()
     told = asdict(config) | {"options": [asdict(option) for option in options]}
-    ranks = run_ranks("narrowband.bench.ddp", told, config.place(), on_event)
+    after: dict[int, dict[int, list[dict[str, Any]]]] = {}  # round → rank → its rows after that
+
+    def note(event: dict[str, Any]) -> None:
+        if event["event"] != "rows":
+            on_event(event)
+            return
+        parts = after.setdefault(event["turn"], {})
+        parts[event["rank"]] = event["rows"]
+        if len(parts) == place.ranks:
+            keep(_rows(config, [parts[rank] for rank in range(place.ranks)]))
+
+    return _rows(config, run_ranks("narrowband.bench.ddp", told, place, note))
+
+
+def _rows(config: Config, ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Make the rows of what all ranks measured."""
     rows = [_merged(config, [rank[i] for rank in ranks]) for i in range(len(ranks[0]))]
     rows[0]["ratio_to_compute"] = 1.0
     return rows
@@ -625,6 +645,9 @@ def _main(rank_process: RankProcess) -> None:
                 measure(row, batches)
                 row.round_compute_s.append(compute.round_step_s[-1])
             tell(row)
+        if turn + 1 < config.rounds:
+            so_far = [row.result(card) for row in rows]
+            rank_process.say(event="rows", turn=turn, rank=rank_process.rank, rows=so_far)
     rank_process.finish([row.result(card) for row in rows])
 
 

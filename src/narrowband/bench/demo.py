@@ -98,10 +98,10 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.nodes > MAX_NODES:
-            raise ValueError(f"nodes={self.nodes} must be at most {MAX_NODES}: they are processes of this machine")
+            raise ValueError(f"nodes={self.nodes} must be at most {MAX_NODES}: every node is a process on this machine")
         if self.model not in MODELS or MODELS[self.model].vocab != 256:
             fit = ", ".join(name for name, shape in MODELS.items() if shape.vocab == 256)
-            raise ValueError(f"model {self.model!r} is not one that reads bytes; there are: {fit}")
+            raise ValueError(f"model {self.model!r} does not read bytes; models that do: {fit}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate={self.learning_rate} must be a number above 0")
         check_seed(self.seed)

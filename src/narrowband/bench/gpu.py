@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -104,7 +104,7 @@ def parts(config: Config, battery: Sequence[str] = ()) -> list[Part]:
         ValueError: the battery is asked for, and there is no command for it.
     """
     if _BATTERY in config.parts and not battery:
-        raise ValueError("which tests are the battery? Put a command of pytest behind '--', as make gpu does")
+        raise ValueError("the part battery needs a pytest command after '--', as in make gpu")
     found = []
     for name, (limit_s, words) in PARTS.items():
         if config.parts and name not in config.parts:
@@ -117,21 +117,19 @@ def parts(config: Config, battery: Sequence[str] = ()) -> list[Part]:
     return found
 
 
-def run(these: Sequence[Part], on_part: Callable[[dict[str, Any]], None]) -> None:
-    """Run parts one after the other. Their output is printed.
+def run(these: Sequence[Part]) -> Iterator[dict[str, Any]]:
+    """Run parts one after the other, and yield the results of each. Their output is printed.
 
-    What is handed on of each holds ``part``, ``command``, ``seconds``, ``error`` (a sentence, or None), and what the
+    The results hold ``part``, ``command``, ``seconds``, ``error`` (a sentence, or None), and what the
     command has written, its ``config`` and ``rows`` above all. Of tests the only row has how many ``tests`` there were,
     and how many of them had ``failures``, ``errors``, or were ``skipped``, and ``failed`` has the names of the first
     two kinds.
 
-    Args:
-        these: the parts.
-        on_part: called after each.
     """
     for part in these:
         with tempfile.TemporaryDirectory(prefix="narrowband-") as folder:
-            on_part(_measured(part, Path(folder)))
+            found = _measured(part, Path(folder))
+        yield found
 
 
 def _measured(part: Part, folder: Path) -> dict[str, Any]:

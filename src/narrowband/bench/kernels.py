@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, cast
@@ -60,7 +60,10 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 1024 <= self.numel < 2**31:
-            raise ValueError(f"numel={self.numel} is not in [1024, 2**31): smaller tensors fit a cache and say nothing")
+            raise ValueError(
+                f"numel={self.numel} is not in [1024, 2**31): smaller tensors fit into a cache, so their times do "
+                "not show the speed of memory"
+            )
         if self.repeats < 1:
             raise ValueError(f"repeats={self.repeats} must be at least 1")
         check_seed(self.seed)
@@ -105,11 +108,15 @@ def _chosen(config: Config) -> tuple[str, ...]:
     return asked if config.device == "cpu" else tuple(name for name in asked if not name.startswith("aq-sgd"))
 
 
-def run(config: Config) -> Iterator[dict[str, Any]]:
+def run(config: Config, known: Iterable[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
     """Measure, and yield one row per loop and backend as it is done.
 
     Rows hold ``loop``, ``backend``, ``numel``, ``ms`` (smallest), ``ratio_to_copy``, and beside these ``ratio_median``,
     ``copy_ms``, ``gigabytes_per_s`` (of the copy), ``bandwidth_share``, ``host_ms``, ``device`` and ``threads``.
+
+    Args:
+        config: what to measure.
+        known: rows that an earlier run finished, which are not measured again.
 
     Raises:
         UnsupportedError: there is no such device, or no Triton for it.
@@ -120,19 +127,24 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
         'all-finite'
     """
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("there is no GPU here that this build of torch can use; narrowband doctor says why")
+        raise UnsupportedError("this build of torch finds no GPU that it can use; narrowband doctor says why")
     if config.device == "cuda" and "cuda" in backends(config) and backend_for("cuda").name != "cuda":
         raise UnsupportedError("Triton is missing, or this GPU is too old for it; ask for --backend reference")
     data = Data(config.numel, config.seed, config.device)
+    there = {(row["loop"], row["backend"]): row for row in known}
+
+    def row(name: str, backend: str, make: Maker, table: Backend | None, repeats: int) -> dict[str, Any]:
+        return there.get((name, backend)) or _row(name, backend, data, _made(make, data, table), repeats)
+
     for backend in backends(config):
         table = Backend(f"narrowband.kernels.{backend}")
         for name in _chosen(config):
-            yield _row(name, backend, data, _made(LOOPS[name], data, table), config.repeats)
+            yield row(name, backend, LOOPS[name], table, config.repeats)
     if config.baselines:
         for name, make in BASELINES.items():
-            yield _row(name, "torch", data, _made(make, data, None), min(config.repeats, _BASELINE_REPEATS))
+            yield row(name, "torch", make, None, min(config.repeats, _BASELINE_REPEATS))
         for name, (package, make) in _others().items():
-            yield _row(name, package, data, _made(make, data, None), config.repeats)
+            yield row(name, package, make, None, config.repeats)
 
 
 def _made(make: Maker, data: Data, backend: Backend | None) -> Loop:

@@ -63,9 +63,7 @@ def _adamw_in_8_bits(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     try:
         from bitsandbytes.optim import AdamW8bit
     except ModuleNotFoundError as error:
-        raise ValueError(
-            "optimizer='adamw-8bit' is bitsandbytes', which is missing: pip install bitsandbytes"
-        ) from error
+        raise ValueError("optimizer='adamw-8bit' needs bitsandbytes: pip install bitsandbytes") from error
     made: torch.optim.Optimizer = AdamW8bit(parameters)
     return made
 
@@ -408,7 +406,7 @@ def result_of(output: Any) -> Tensor:
     found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
         raise ValueError(
-            f"the model returned {type(output).__name__} with nothing in it that needs gradients, so backward keeps "
+            f"the model returned {type(output).__name__} in which no tensor requires gradients, so backward keeps "
             "nothing; return a tensor that depends on parameters with requires_grad"
         )
     return found[0]
@@ -457,7 +455,7 @@ def _checkpoint_blocks(model: nn.Module) -> None:
     """Apply full activation checkpointing: keep only the input of every block."""
     lists = [m for m in model.modules() if isinstance(m, (nn.Sequential, nn.ModuleList)) and len(m) > 1]
     if not lists:
-        raise ValueError("checkpointing needs blocks: a Sequential or ModuleList of several modules")
+        raise ValueError("checkpointing needs a model with blocks, as a Sequential or ModuleList of several modules")
     for block in max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 

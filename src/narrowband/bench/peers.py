@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from narrowband.bench.ranks import check_seed
+from narrowband.feedback import compression
 from narrowband.updates import ElasticUpdateCompression, Rendezvous, compress_updates
 from narrowband.updates.rendezvous import serve
 
@@ -76,21 +78,33 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.peers < 2 or self.rounds < 2 or self.every < 1:
-            raise ValueError(f"peers={self.peers} and rounds={self.rounds} must be at least 2, every={self.every} 1")
+        for name, least in (("peers", 2), ("rounds", 2), ("every", 1), ("kill", 0), ("freeze", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.freeze and self.peers < 3:
-            raise ValueError(f"peers={self.peers}: one is killed, another frozen, and one has to be left; give 3")
+            raise ValueError(
+                f"peers={self.peers} must be at least 3: one is killed, another is frozen, and one has to be left"
+            )
         for name in ("step_s", "freeze_s", "grace_s", "exchange_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, 0 or more")
         if self.kill and not 1 < self.kill < self.rejoin < self.rounds:
-            raise ValueError(f"kill={self.kill}, rejoin={self.rejoin} and rounds={self.rounds} have to follow in order")
+            raise ValueError(
+                f"kill={self.kill}, rejoin={self.rejoin} and rounds={self.rounds} must ascend, from kill=2 on; kill=0 "
+                "kills no peer"
+            )
         if self.freeze and not 1 < self.freeze < self.rounds:
-            raise ValueError(f"freeze={self.freeze} is no round of {self.rounds}")
+            raise ValueError(f"freeze={self.freeze} must be a round between 1 and {self.rounds}; 0 freezes no peer")
+        check_seed(self.seed)
+        compression(self.spec)
 
 
-def run(config: Config, on_event: Callable[[dict[str, Any]], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Do the undisturbed run, and then the disturbed one; return a row for each.
+def run(
+    config: Config,
+    on_event: Callable[[dict[str, Any]], None] = lambda _: None,
+    known: Iterable[dict[str, Any]] = (),
+) -> Iterator[dict[str, Any]]:
+    """Do the undisturbed run, and then the disturbed one; yield a row of each when it is done.
 
     A row has ``name``, ``rounds`` and
 
@@ -105,19 +119,25 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] = lambda _: N
     Args:
         config: what to do.
         on_event: called with ``{"name": …, "round": …, "of": …}`` as rounds go by.
+        known: rows that an earlier run finished. Their runs are not done again.
 
     Raises:
         RuntimeError: a peer failed, or all hung.
     """
-    rows = []
-    for name, disturbed in (("undisturbed", False), ("disturbed", True)):
-        held = _Run(config, disturbed, lambda event, name=name: on_event({"name": name, **event}))  # type: ignore[misc]
-        rows.append({"name": name, **held.result()})
-    plain, torn = rows
+    there = {row["name"]: row for row in known}
+
+    def row(name: str, *, disturbed: bool) -> dict[str, Any]:
+        if name in there:
+            return there[name]
+        return {"name": name, **_Run(config, disturbed, lambda event: on_event({"name": name, **event})).result()}
+
+    plain = row("undisturbed", disturbed=False)
+    yield plain
+    torn = row("disturbed", disturbed=True)
     torn["share"] = torn["goodput"] / plain["goodput"]
     present = 1.0 - torn["absent_s"] / (config.peers * torn["seconds"])
     torn["share_present"] = torn["share"] / present
-    return rows
+    yield torn
 
 
 class _Run:
@@ -178,7 +198,9 @@ class _Run:
             ready = connection.wait([pipe for _, pipe in waiting.values()], timeout=0.2)
             now = time.monotonic()
             if self._first and now - max(self._first.values()) > _SILENCE_S:
-                raise RuntimeError(f"no round was held for {_SILENCE_S:g} s: the run hangs at {max(self._first)}")
+                raise RuntimeError(
+                    f"no round was completed for {_SILENCE_S:g} s after round {max(self._first)}: the run hangs"
+                )
             for name, (_, pipe) in list(waiting.items()):
                 if pipe not in ready:
                     continue

@@ -219,7 +219,7 @@ def parts_of(model: GPT, stages: int) -> list[nn.Module]:
     """
     number, rest = divmod(len(model.blocks), stages)
     if rest or stages < 2:
-        raise ValueError(f"{len(model.blocks)} blocks cannot be shared evenly by {stages} stages")
+        raise ValueError(f"{len(model.blocks)} blocks cannot be divided evenly among {stages} stages")
     all_blocks = list(model.blocks)
     blocks = [nn.Sequential(*all_blocks[at * number : (at + 1) * number]) for at in range(stages)]
     return [_First(model, blocks[0]), *blocks[1:-1], _Last(model, blocks[-1])]

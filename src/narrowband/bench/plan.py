@@ -113,7 +113,9 @@ class Config:
         check_specs(self.codecs, self.every)
         given = [name for name in ("link", "delay", "nodes", "per_node") if getattr(self, name) is not None]
         if self.measure and given:
-            raise ValueError(f"measure finds out {', '.join(given)} by itself: leave that out, or leave measure out")
+            raise ValueError(
+                f"--measure finds {', '.join(given)} by itself: leave out either --measure or {', '.join(given)}"
+            )
         self.told_link()
         _options(self, self.clusters[-1])
         if self.clusters[-1].ranks < 2:
@@ -130,7 +132,10 @@ class Config:
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:\.\.\s*(\d{1,9})\s*)?", self.nodes or "2")
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
-            raise ValueError(f"nodes={self.nodes!r} is no number of machines; write 4, or 1..10000")
+            raise ValueError(
+                f"nodes={self.nodes!r} is not a number of machines; give a number such as 4, or a range such as "
+                "1..10000"
+            )
         steps = {round(each * 10**power) for power in range(10) for each in (1, 2, 5)}
         numbers = sorted({first, last, *(step for step in steps if first < step < last)})
         return [Cluster(number, per_node) for number in numbers]
@@ -259,8 +264,8 @@ def _run_together(model: str, config: Config, on_event: Callable[[str], None]) -
     """Measure and predict among ranks that torchrun has started, all at the same time, on the real links."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            "--measure is for ranks that torchrun has started: torchrun --nnodes 2 … -m narrowband.cli plan "
-            "model.py:build --measure; by yourself, say what the link is, as with --link 200mbit"
+            "--measure must be started by torchrun: torchrun --nnodes 2 … -m narrowband.cli plan "
+            "model.py:build --measure. Without torchrun, give the link, such as --link 200mbit"
         )
     try:
         meeting = join(_ARRIVAL_S)
@@ -303,8 +308,9 @@ def _measured_together(model: str, config: Config, meeting: Meeting, on_event: C
         dist.init_process_group("gloo", store=store, rank=meeting.rank, world_size=ranks)
     except RuntimeError as error:
         raise RankError(
-            f"rank {meeting.rank} made no process group of gloo: {str(error).splitlines()[0]}. narrowband doctor "
-            "--peers, started in the same way, says which link it is, and what to do"
+            f"rank {meeting.rank} could not create a gloo process group: {str(error).splitlines()[0]}. narrowband "
+            "doctor "
+            "--peers, started in the same way, names the link at fault and says what to do"
         ) from error
     try:
         with lockstep.together():

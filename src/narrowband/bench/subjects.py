@@ -66,13 +66,13 @@ def subject(name: str, batch: int) -> Subject:
         return SUBJECTS[name](batch)
     if name in ZOO:
         if not ZOO[name].is_installed:
-            raise ValueError(
-                f"{name} is of {ZOO[name].package}, which is not installed: pip install {ZOO[name].package}"
-            )
+            raise ValueError(f"{name} needs {ZOO[name].package}: pip install {ZOO[name].package}")
         return ZOO[name].build(batch)
     path, colon, function = name.rpartition(":")
     if name.removesuffix(":").endswith(".py"):
-        raise ValueError(f"which function of {name.removesuffix(':')}? Write {name.removesuffix(':')}:function")
+        raise ValueError(
+            f"{name.removesuffix(':')} lacks the name of a function: write {name.removesuffix(':')}:function"
+        )
     if not colon or not path:
         there = ", ".join((*SUBJECTS, *ZOO))
         raise ValueError(f"unknown model {name!r}; there are: {there}, and yours: file.py:function")
@@ -81,13 +81,14 @@ def subject(name: str, batch: int) -> Subject:
         inspect.signature(build).bind(batch)
     except TypeError as error:
         raise ValueError(
-            f"{name}: {function} is called with the batch size alone, as {function}({batch}), and does not take that: "
-            f"{error}"
+            f"{name}: {function} must take the batch size as its only argument, as in {function}({batch}): {error}"
         ) from error
     with users_errors(f"{name}: {function}({batch}) raised", path):
         made = build(batch)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"{name}: {function}({batch}) has to return a module and the tuple of its inputs: model, (x,)")
+        raise ValueError(
+            f"{name}: {function}({batch}) must return a module and the tuple of its inputs, such as model, (x,)"
+        )
     model, inputs = made
     return model, inputs if isinstance(inputs, tuple) else (inputs,)
 
@@ -113,7 +114,7 @@ def _function(path: str, function: str, name: str) -> Callable[[int], Any]:
         raise ValueError(f"{name}: there is no file {path}; write file.py:function")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{name}: {path} is no Python file, its name does not end in .py; write file.py:function")
+        raise ValueError(f"{name}: {path} is not a Python file (its name does not end in .py); write file.py:function")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     with _importing_beside(path), users_errors(f"{name}: {path} cannot be imported:", path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,20 +48,28 @@ class Config:
 
     def __post_init__(self) -> None:
         if not self.sizes or any(size < _WIDTH or size % _WIDTH for size in self.sizes):
-            raise ValueError(f"sizes={self.sizes} must be numbers of elements, multiples of {_WIDTH}")
+            raise ValueError(f"sizes={self.sizes} must be numbers of elements that are multiples of {_WIDTH}")
         for name in ("layers", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
-def run(config: Config) -> Iterator[dict[str, Any]]:
+def run(config: Config, known: Iterable[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
     """A row for every size, as soon as it is measured.
 
     Rows hold ``numel``, and in microseconds per tensor ``plain_us``, a whole layer, and what comes to it where the
     tensor is kept as it is, ``kept_us``, and where it is packed, ``packed_us``; and ``saved_nbytes``, by which packing
     is smaller. Medians of rounds, in which the three take turns.
+
+    Args:
+        config: what to measure.
+        known: rows that an earlier run finished, which are not measured again.
     """
+    there = {row["numel"]: row for row in known}
     for numel in config.sizes:
+        if numel in there:
+            yield there[numel]
+            continue
         torch.manual_seed(config.seed)
         x = torch.randn(numel // _WIDTH, _WIDTH)
         kept, packed = (ActivationPolicy(bits, min_numel=1, operators=_FIRST) for bits in ("off", config.bits))

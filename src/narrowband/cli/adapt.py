@@ -72,7 +72,7 @@ class Adapt:
     min_numel: int = 1024
     """Smaller tensors, and vectors, are no layers."""
     output: Path | None = None
-    """Write the plan to this file."""
+    """Write the plan to this file. After Ctrl-C nothing is there, because all layers are decided together."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Draw how many times less each layer sends."""
 
@@ -146,11 +146,12 @@ def _layers(path: Path, min_numel: int) -> dict[str, Tensor]:
 
     layers = {name: x for name, x in _tensors(path).items() if x is not None and x.dim() > 1 and x.numel() >= min_numel}
     if not layers:
-        raise ValueError(f"{path}: no tensor has 2 dimensions and at least min_numel={min_numel} elements")
+        raise ValueError(f"{path}: no tensor has at least 2 dimensions and at least min_numel={min_numel} elements")
     for name, x in layers.items():
         if x.layout != torch.strided or not x.is_floating_point():
             raise ValueError(
-                f"{path}: {name!r} is a tensor of {x.dtype}, {x.layout}; gradients are dense and of a floating type"
+                f"{path}: {name!r} is a tensor of {x.dtype}, {x.layout}; expected a dense tensor of a floating-point "
+                "dtype"
             )
     return layers
 
@@ -166,7 +167,7 @@ def _tensors(path: Path) -> dict[str, Tensor | None]:
     if not path.exists():
         raise ValueError(f"there is no file {path}; {_WRITE_ONE}")
     if not path.is_file():
-        raise ValueError(f"{path} is a folder; give the file in it that holds gradients")
+        raise ValueError(f"{path} is a folder; give a file that holds gradients")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about pickles that torch did not write
@@ -175,7 +176,7 @@ def _tensors(path: Path) -> dict[str, Tensor | None]:
         raise
     except Exception as error:  # torch.load may raise anything on arbitrary bytes
         raise ValueError(
-            f"{path} is no file of gradients: torch.save did not write it, or part of it is missing, or it holds more "
+            f"{path} does not hold gradients: it was not written by torch.save, is incomplete, or holds other objects "
             f"than tensors; {_WRITE_ONE}"
         ) from error
     if not isinstance(found, dict) or not all(
@@ -194,5 +195,6 @@ def _check_same(layers: dict[str, Tensor], before: dict[str, Tensor], path: Path
     if other:
         raise ValueError(
             f"{path_before} and {path} are gradients of different models: {', '.join(other[:3])}"
-            f"{' …' if len(other) > 3 else ''} is not in both with one shape; give two files of one training run"
+            f"{' …' if len(other) > 3 else ''} is missing in one file or has another shape there; give two files of "
+            "the same model"
         )

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,12 +13,10 @@ import tyro
 
 from narrowband.bench import adapt, ddp, foretold, gpu, kernels, memory, peers, pipeline, tensors, zoo
 from narrowband.bench.devices import check_device
-from narrowband.cli.exits import DONE, FAILED, check_folder, check_output
-from narrowband.errors import UnsupportedError
+from narrowband.cli.exits import DONE, FAILED, check_folder
+from narrowband.cli.records import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from rich.console import Console
     from rich.progress import Progress
 
@@ -45,23 +41,21 @@ class BenchKernels:
 
     config: Annotated[kernels.Config, tyro.conf.arg(name="")] = field(default_factory=kernels.Config)
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the rows to this file, with machine, versions and command."""
+    """Also write the rows to this file as they are measured, with machine, versions and command. After Ctrl-C the same
+    command goes on from there."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import kernels_table
 
-        _check_record(self.json)
-        keep = _keeping(self.json, asdict(self.config))
         rows = []
-        with _bar(console) as progress:
+        with Record(self.json, asdict(self.config), console) as record, _bar(console) as progress:
             task = progress.add_task("measuring", total=kernels.count(self.config))
-            for row in kernels.run(self.config):
+            for row in record.follow(kernels.run(self.config, record.known), ("loop", "backend")):
                 rows.append(row)
                 progress.update(task, advance=1, description=row["loop"])
-                keep(rows)
-        written = _record(self.json, asdict(self.config), rows)
+            record.finish(rows)
         console.print(kernels_table(rows))
-        _say(console, written)
+        record.say()
         return DONE
 
 
@@ -87,27 +81,29 @@ class BenchDDP:
 
     config: Annotated[ddp.Config, tyro.conf.arg(name="")] = field(default_factory=ddp.Config)
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the rows to this file, with machine, versions and command."""
+    """Also write the rows to this file after each round, with machine, versions and command. After Ctrl-C the rounds so
+    far are there; the same command starts from the beginning, because rows are compared within one session."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import RELATIVE_ERROR, ddp_table
 
-        _check_record(self.json, self.config.codecs)
-        with _bar(console) as progress:
+        config = asdict(self.config) | {"rate": self.config.link}
+        record = Record(self.json, config, console, reads=self.config.codecs, goes_on=False)
+        with record, _bar(console) as progress:
             task = progress.add_task("starting ranks", total=None)
 
             def show(event: dict[str, Any]) -> None:
                 progress.update(task, completed=event["done"], total=event["of"], description=event["codec"])
 
-            rows = ddp.run(self.config, show)
-        written = _record(self.json, asdict(self.config) | {"rate": self.config.link}, rows)
+            rows = ddp.run(self.config, show, record.keep)
+            record.finish(rows)
         console.print(ddp_table(rows))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
         for row in rows:
             for key, style in (("note", "dim"), ("error", "red")):
                 if key in row:
                     console.print(f"{row['codec']}: {row[key]}", style=style, markup=False, highlight=False)
-        _say(console, written)
+        record.say()
         own = self.config.codecs
         failed = any("error" in row for row in rows if row["codec"].startswith(own))
         return FAILED if failed else DONE  # a failing hook of PyTorch is a result
@@ -136,17 +132,16 @@ class BenchPlan:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import foretold_table, verdicts_table
 
-        _check_record(self.json)
-        with _bar(console) as progress:
+        with Record(self.json, asdict(self.config), console) as record, _bar(console) as progress:
             task = progress.add_task("starting ranks", total=foretold.count(self.config))
             rows = foretold.run(
                 self.config,
                 lambda what: progress.update(task, advance=1, description=what),
-                known=_known(self.json, asdict(self.config)),
-                keep=_keeping(self.json, asdict(self.config)),
+                known=record.known,
+                keep=record.keep,
             )
-        found = foretold.verdicts(rows)
-        written = _record(self.json, asdict(self.config), rows, verdicts=found)
+            found = foretold.verdicts(rows)
+            record.finish(rows, verdicts=found)
         for nodes, rate in dict.fromkeys((row["nodes"], row["rate"]) for row in rows):
             console.print(foretold_table([row for row in rows if (row["nodes"], row["rate"]) == (nodes, rate)]))
         for key, what in (("error", "Predictions are off"), ("at_that_speed_error", "At the speed of the measurement")):
@@ -164,7 +159,7 @@ class BenchPlan:
             "correctly predicted to be faster or slower.",
             highlight=False,
         )
-        _say(console, written)
+        record.say()
         return FAILED if any(row["error"] is None for row in rows) else DONE
 
 
@@ -183,12 +178,13 @@ class BenchPipeline:
 
     config: Annotated[pipeline.Config, tyro.conf.arg(name="")] = field(default_factory=pipeline.Config)
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the rows to this file, with machine, versions and command."""
+    """Also write the rows to this file, with machine, versions and command. After Ctrl-C nothing is there, because the
+    last two epochs are what is compared."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import RELATIVE_ERROR, pipeline_table
 
-        _check_record(self.json)
+        record = Record(self.json, asdict(self.config), console, goes_on=False)
         with _bar(console) as progress:
             task = progress.add_task("starting ranks", total=None)
 
@@ -196,10 +192,10 @@ class BenchPipeline:
                 progress.update(task, completed=event["done"], total=event["of"], description=event["name"])
 
             rows = pipeline.run(self.config, show)
-        written = _record(self.json, asdict(self.config), rows)
+        record.finish(rows)
         console.print(pipeline_table(rows))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
-        _say(console, written)
+        record.say()
         return DONE
 
 
@@ -220,20 +216,26 @@ class BenchAdapt:
     plans: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Also save the plans to this directory."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the rows to this file, with machine, versions and command."""
+    """Also write the rows to this file as they are measured, with machine, versions and command. After Ctrl-C the same
+    command goes on from there."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import RELATIVE_ERROR, adapt_table
 
-        _check_record(self.json)
         check_folder(self.plans)
-        with _bar(console) as progress:
+        config = asdict(self.config) | {"plans": None if self.plans is None else str(self.plans)}
+        with Record(self.json, config, console) as record, _bar(console) as progress:
             task = progress.add_task("training", total=adapt.count(self.config))
-            rows = adapt.run(self.config, lambda what: progress.update(task, advance=1, description=what), self.plans)
-        written = _record(self.json, asdict(self.config), rows)
+
+            def show(what: str) -> None:
+                progress.update(task, advance=1, description=what)
+
+            measured = adapt.run(self.config, show, self.plans, known=record.known)
+            rows = list(record.follow(measured, ("name", "ranks")))
+            record.finish(rows)
         console.print(adapt_table(rows))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
-        _say(console, written)
+        record.say()
         return DONE
 
 
@@ -266,21 +268,23 @@ class BenchMemory:
     """Instead of a model, chains of small layers that save a tensor each: what one costs by its size, kept as it is and
     packed."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the rows to this file, with machine, versions and command."""
+    """Also write the rows to this file as they are measured, with machine, versions and command. After Ctrl-C the same
+    command goes on from there with --zoo and --tensors. The rows of one model take turns, so it starts from the
+    beginning."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import memory_table
 
-        _check_record(self.json, [self.config.model])
         if self.tensors:
             return self._measure_tensors(console)
         if self.zoo is not None:
             return self._measure_zoo(console, self.zoo)
         if self.shares:
-            raise ValueError("--shares is for the zoo: give --zoo, too; narrowband memory --budget is for one model")
-        keep, rounds = _keeping(self.json, asdict(self.config)), 0
+            raise ValueError("--shares needs --zoo; for one model use narrowband memory --budget")
+        record = Record(self.json, asdict(self.config), console, reads=[self.config.model], goes_on=False)
         seen: set[str] = set()
-        with _bar(console) as progress:
+        rounds = 0
+        with record, _bar(console) as progress:
             task = progress.add_task("building", total=memory.count(self.config))
 
             def tell(name: str) -> None:
@@ -292,16 +296,16 @@ class BenchMemory:
             def after_round(known: list[dict[str, Any]]) -> None:
                 nonlocal rounds
                 rounds += 1
-                keep(known)
+                record.keep(known)
                 if not console.is_terminal:
                     steps = "; ".join(f"{row['name']} {statistics.median(row['ratios']):.2f}" for row in known)
                     said = f"round {rounds} of {self.config.rounds}, steps × {known[0]['name']}: {steps}"
                     console.print(said, style="dim", markup=False, highlight=False)
 
             rows = memory.run(self.config, tell, after_round)
-        written = _record(self.json, asdict(self.config), rows)
+            record.finish(rows)
         console.print(memory_table(rows, f"{self.config.model}, batch of {self.config.batch}"))
-        _say(console, written)
+        record.say()
         return DONE
 
     def _measure_tensors(self, console: Console) -> int:
@@ -311,12 +315,12 @@ class BenchMemory:
         if self.zoo is not None or self.shares or own.only:
             raise ValueError("--tensors measures no model: leave out --zoo, --shares and --only")
         config = tensors.Config(bits=(*own.bits, 8)[0], rounds=own.rounds, seed=own.seed)  # type: ignore[arg-type]
-        measured = tensors.run(config)
-        with _bar(console) as progress:
+        with Record(self.json, asdict(config), console) as record, _bar(console) as progress:
+            measured = record.follow(tensors.run(config, record.known), ("numel",))
             rows = list(progress.track(measured, len(config.sizes), description="measuring"))
-        written = _record(self.json, asdict(config) | {"sizes": list(config.sizes)}, rows)
+            record.finish(rows)
         console.print(tensors_table(rows, config.bits))
-        _say(console, written)
+        record.say()
         return DONE
 
     def _measure_zoo(self, console: Console, names: tuple[str, ...]) -> int:
@@ -328,22 +332,18 @@ class BenchMemory:
         config = zoo.Config(
             names, (*own.bits, 8)[0], own.rounds, seconds, own.peaks, own.seed, self.shares, own.device
         )  # fmt: skip
-        known = _known(self.json, asdict(config))
         rows: list[dict[str, Any]] = []
-        keep = _keeping(self.json, asdict(config))
-        with _bar(console) as progress:
+        with Record(self.json, asdict(config), console) as record, _bar(console) as progress:
             task = progress.add_task("measuring", total=zoo.count(config))
-            for row in zoo.run(config, known):
+            for row in record.follow(zoo.run(config, record.known), ("name",)):
                 rows.append(row)
                 progress.update(task, advance=1, description=row["name"])
-                known = [other for other in known if other["name"] != row["name"]]
-                keep([*rows, *known])  # known: earlier rows of architectures whose turn has not come yet
-        written = _record(self.json, asdict(config), rows)
+            record.finish(rows)
         console.print(budgets_table(rows) if self.shares else zoo_table(rows))
         if not self.shares:
             console.print(zoo_profile_table(zoo.profile(rows)))
         console.print(zoo.foretold(rows), highlight=False)
-        _say(console, written)
+        record.say()
         return DONE
 
 
@@ -352,101 +352,6 @@ def _bar(console: Console) -> Progress:
     from rich.progress import Progress
 
     return Progress(console=console, transient=True, disable=not console.is_terminal)
-
-
-def _check_record(path: Path | None, reads: Sequence[str] = ()) -> None:
-    """Check that :func:`_record` can write both of its files.
-
-    Raises:
-        ValueError: it cannot, or would overwrite something.
-    """
-    from narrowband.report.page import can_make_pages
-
-    page = None if path is None or not can_make_pages() else path.with_suffix(".html")
-    if path is not None and path == page:
-        raise ValueError(f"--json {path} would be lost when a page is made of it, which has that name; write .json")
-    check_output(path, page, reads=reads)
-
-
-def _known(path: Path | None, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows that an earlier run of the same code and configuration wrote on this machine, to resume it.
-
-    Raises:
-        ValueError: the file is truncated, or no record.
-    """
-    from narrowband.report.record import machine, read_json, sources, versions
-
-    if path is None or not path.exists():
-        return []
-    before = read_json(path, ("config", "rows"))
-    own = {"config": config, "sources": sources(), "versions": versions(), "machine": machine()}
-    same = {name: before.get(name) for name in own} == json.loads(json.dumps(own))
-    return list(before["rows"]) if same else []
-
-
-def _keeping(path: Path | None, config: dict[str, Any]) -> Callable[[list[dict[str, Any]]], None]:
-    """Return a function that writes the rows measured so far, so that Ctrl-C or a time-out loses nothing.
-
-    If the disk is full, it writes nothing, and measuring goes on.
-    """
-    if path is None:
-        return lambda _: None
-    from narrowband.report.record import provenance, write_json
-
-    before = provenance(config["seed"]) | {"config": config}
-
-    def keep(rows: list[dict[str, Any]]) -> None:
-        with contextlib.suppress(OSError):
-            write_json(path, before | {"rows": rows})
-
-    return keep
-
-
-#: The messages about a record: sentence → style; or the error that kept it from being written.
-_Written = dict[str, str] | OSError
-
-
-def _record(path: Path | None, config: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> _Written:
-    """Write the rows, ``more`` and their provenance to a record, and make a page of it.
-
-    Call this before anything is printed, so that a closed pipe or a full device on standard output does not lose the
-    measurement. A full disk does not lose it either: the error is returned, and the rows are printed all the same.
-
-    Returns:
-        The messages for :func:`_say` to print after the tables, or the error.
-    """
-    if path is None:
-        return {}
-    from narrowband.files import write_text
-    from narrowband.report.page import can_make_pages, record_page
-    from narrowband.report.record import provenance, write_json
-
-    record = provenance(config["seed"]) | {"config": config, "rows": rows, **more}
-    try:
-        write_json(path, record)
-    except OSError as error:
-        return error
-    written = {f"written to {path}": "dim"}
-    if can_make_pages():
-        page = path.with_suffix(".html")
-        try:
-            write_text(page, record_page(record, path.stem))
-        except (OSError, UnsupportedError) as error:  # the record is written, and matters more than its page
-            return written | {f"no page of it: {error}": "yellow"}
-        written[f"a page of it: {page}"] = "dim"
-    return written
-
-
-def _say(console: Console, written: _Written) -> None:
-    """Print the messages about a record.
-
-    Raises:
-        OSError: the record could not be written.
-    """
-    if isinstance(written, OSError):
-        raise written
-    for sentence, style in written.items():
-        console.print(sentence, style=style, markup=False, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -463,20 +368,20 @@ class BenchPeers:
 
     config: Annotated[peers.Config, tyro.conf.arg(name="")] = field(default_factory=peers.Config)
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the rows to this file, with machine, versions and command."""
+    """Also write the rows to this file as they are measured, with machine, versions and command. After Ctrl-C the same
+    command goes on from there."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import peers_table
 
-        _check_record(self.json)
-        with _bar(console) as progress:
+        with Record(self.json, asdict(self.config), console) as record, _bar(console) as progress:
             task = progress.add_task("peers meet", total=None)
 
             def show(event: dict[str, Any]) -> None:
                 progress.update(task, completed=event["round"], total=event["of"], description=event["name"])
 
-            rows = peers.run(self.config, show)
-        written = _record(self.json, asdict(self.config), rows)
+            rows = list(record.follow(peers.run(self.config, show, record.known), ("name",)))
+            record.finish(rows)
         console.print(peers_table(rows))
         torn, equal = rows[-1], all(row["equal"] for row in rows)
         console.print(
@@ -484,7 +389,7 @@ class BenchPeers:
             f"of what those present could do. After every round peers were {'' if equal else 'NOT '}equal to the bit.",
             highlight=False,
         )
-        _say(console, written)
+        record.say()
         return DONE if equal else FAILED
 
 
@@ -507,22 +412,21 @@ class BenchGPU:
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.gpu import gpu as found
-        from narrowband.report.record import provenance, write_json
         from narrowband.report.tables import gpu_table
 
-        check_output(self.json, reads=behind or ())
         these = gpu.parts(self.config, behind or ())
+        card = found()
+        record = Record(
+            self.json, asdict(self.config), console,
+            reads=behind or (), goes_on=False, of="parts", about={"gpu": card and asdict(card)},
+        )  # fmt: skip
         check_device("cuda")
-        about = found()
-        record = provenance() | {"gpu": about and asdict(about), "config": asdict(self.config), "parts": []}
-
-        def keep(part: dict[str, Any]) -> None:
-            record["parts"].append(part)
-            if self.json is not None:
-                write_json(self.json, record)
-
-        gpu.run(these, keep)
-        console.print(gpu_table(record["parts"]))
-        if self.json is not None:
-            console.print(f"written to {self.json}", style="dim", markup=False, highlight=False)
-        return FAILED if any(part["error"] for part in record["parts"]) else DONE
+        parts: list[dict[str, Any]] = []
+        with record:
+            for part in gpu.run(these):
+                parts.append(part)
+                record.keep(parts)
+            record.finish(parts)
+        console.print(gpu_table(parts))
+        record.say()
+        return FAILED if any(part["error"] for part in parts) else DONE

@@ -118,7 +118,7 @@ class Doctor:
 
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise ValueError(
-                "--peers is for ranks that torchrun has started: run, on every machine, torchrun --nnodes 2 "
+                "--peers must be started by torchrun. Run on every machine: torchrun --nnodes 2 "
                 "--nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29500 -m narrowband.cli doctor "
                 "--peers (with the number of your machines, and the address of the first)"
             )

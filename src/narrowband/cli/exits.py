@@ -104,7 +104,7 @@ def _explained(error: Exception) -> tuple[int, str, bool]:
     if isinstance(error, _PATHS):
         return WRONG, _about_path(error), True
     if isinstance(error, OSError):
-        return FAILED, f"the system refused: {_about_path(error)}", False
+        return FAILED, f"the operating system reported an error: {_about_path(error)}", False
     if is_out_of_memory(error):
         return FAILED, f"not enough memory: {_first_line(error)}. A smaller batch or model needs less", False
     if isinstance(error, (ValueError, UnsupportedError)):
@@ -150,23 +150,25 @@ def check_output(*paths: Path | None, reads: Iterable[Path | str | None] = ()) -
     Example:
         >>> check_output(Path("run.jsonl"), reads=["run.jsonl"])
         Traceback (most recent call last):
-        ValueError: run.jsonl is read by this command, and would be lost if it were written, too; give another name
+        ValueError: run.jsonl is read by this command and would be overwritten; give another name
     """
     sources = [Path(re.sub(r"(?<=\.py):\w+$", "", str(each))) for each in reads if each is not None]
     for at, path in enumerate(paths):
         if path is None:
             continue
         if any(_is_one_file(path, source) for source in sources):
-            raise ValueError(f"{path} is read by this command, and would be lost if it were written, too; {_ANOTHER}")
+            raise ValueError(f"{path} is read by this command and would be overwritten; {_ANOTHER}")
         if any(other is not None and _is_one_file(path, other) for other in paths[:at]):
-            raise ValueError(f"{path} would be written twice, and hold the last of two things only; {_ANOTHER}")
+            raise ValueError(
+                f"{path} would be written twice, and the second output would replace the first; {_ANOTHER}"
+            )
         if path.is_dir():
             raise ValueError(f"{path} is a folder; give the name of a file to write, such as {path / 'result'}")
         if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is a device or a pipe, and no file may take its place; {_ANOTHER}")
+            raise ValueError(f"{path} is a device or a pipe, not a regular file; {_ANOTHER}")
         _check_folder(Path(os.path.realpath(path)).parent, path)
         if path.exists() and not os.access(path, os.W_OK):
-            raise ValueError(f"{path} cannot be written: it may not be changed; {_ANOTHER}")
+            raise ValueError(f"{path} cannot be written: there is no permission to change it; {_ANOTHER}")
 
 
 def _is_one_file(one: Path, other: Path) -> bool:

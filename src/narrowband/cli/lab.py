@@ -62,7 +62,8 @@ class Lab:
 
         if not behind:
             raise ValueError(
-                "which command? Put it behind '--': narrowband lab --nodes 4 --rate 200mbit -- python train.py"
+                "no command to run: give it after '--', as in narrowband lab --nodes 4 --rate 200mbit -- python "
+                "train.py"
             )
         check_output(self.json, reads=behind)
         config = LabConfig(

@@ -98,10 +98,11 @@ def _dispatch(words: list[str], behind: list[str] | None, console: Console) -> i
     if not rest or rest[0] in ("-h", "--help"):
         _print_help(console, family)
         return 0
+    there = {name.removeprefix(family).strip(): name for name in (_family(family) if family else _COMMANDS)}
+    close = get_close_matches(rest[0], there, n=1)
+    hint = f" (did you mean {there[close[0]]!r}?)" if close else ""
     tried = f"{family} {rest[0]}".strip()
-    close = get_close_matches(tried, _COMMANDS, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(f"unknown command {tried!r}{hint}; there are: {', '.join(_COMMANDS)}")
+    raise ValueError(f"unknown command {tried!r}{hint}; there are: {', '.join(there.values())}")
 
 
 def _family(word: str) -> list[str]:
@@ -119,7 +120,8 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
     kind = _load(name)
     if behind is not None and name not in _WITH_A_COMMAND:
         raise ValueError(
-            f"narrowband {name} takes nothing behind '--'; that is for `narrowband lab … -- python train.py`"
+            f"narrowband {name} takes nothing after '--'; only narrowband lab and narrowband bench gpu start a "
+            "command given there"
         )
     command: Command = tyro.cli(
         kind,

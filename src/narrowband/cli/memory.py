@@ -24,7 +24,7 @@ __all__ = ["Memory"]
 #: Print a note if the process takes more than this many times the bytes of its tensors.
 _FAR = 1.25
 
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Memory:
         if self.budget is not None:
             parse_bytes(self.budget)
         elif self.output is not None:
-            raise ValueError("--output is for the policy that meets a budget: give --budget, too")
+            raise ValueError("--output writes the policy that meets a budget: give --budget, too")
         check_output(self.output, self.json, reads=(self.model,))
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
@@ -227,5 +227,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise ValueError(f"budget={text!r} is no amount of memory; write 8GB, 600MB or 1.5GiB")
+        raise ValueError(
+            f"budget={text!r} is not an amount of memory; give a number and a unit, such as 8GB, 600MB or 1.5GiB"
+        )
     return round(float(match[1]) * _UNITS[match[2]])

@@ -48,10 +48,10 @@ class Plan:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         if self.apply is not None and self.config.is_range:
             raise ValueError(
-                "--apply writes the plan for one cluster, and nodes is a range; give one number of machines"
+                "--apply writes the plan for one cluster, but --nodes is a range; give one number of machines"
             )
         if self.plot is not None and not self.config.is_range:
-            raise ValueError("--plot draws a range of machines; give one, such as --nodes 1..10000")
+            raise ValueError("--plot draws a range of machines; give a range, such as --nodes 1..10000")
         from narrowband.report.plots import check_picture
 
         check_output(self.apply, self.plot, self.json, reads=(self.model,))

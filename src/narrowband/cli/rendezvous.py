@@ -35,11 +35,18 @@ class Rendezvous:
 
         del behind
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port={self.port} is none: 1 to 65535, or 0 for any that is free")
+            raise ValueError(f"port={self.port} must be 1 to 65535, or 0 for any free port")
         stopped = threading.Event()
         before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
         try:
-            store = serve(self.port, self.host)
+            try:
+                store = serve(self.port, self.host)
+            except OSError as error:
+                why = (error.strerror or str(error)).partition(" (while")[0]  # Python repeats the address
+                raise ValueError(
+                    f"cannot listen at host {self.host}, port {self.port}: {why}; give an address of this machine to "
+                    "--host and a free port to --port"
+                ) from error
             host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
             console.print(
                 f"peers meet at {host}:{store.port} (Ctrl-C ends it)",

@@ -51,7 +51,9 @@ class Report:
         check_output(output, reads=(self.run, self.beside))
         if self.run.suffix == ".json" and not is_run(self.run):
             if self.beside is not None:
-                raise ValueError(f"--beside is for recorded runs, and {self.run} is of a benchmark: leave it out")
+                raise ValueError(
+                    f"--beside compares recorded runs, but {self.run} is the record of a benchmark: leave out --beside"
+                )
             page = record_page(read_json(self.run, remedy=_REMEDY), self.run.stem)
         else:
             page = run_page(read_run(self.run), self.run.stem, None if self.beside is None else read_run(self.beside))

@@ -73,7 +73,7 @@ def verdict(rows: Sequence[Row], compute_s: float, links: Sequence[float] = LINK
         ValueError: ``rows`` is empty or does not begin with a baseline.
     """
     if not rows or not rows[0].baseline:
-        raise ValueError("a verdict needs rows, and the first has to be the uncompressed baseline")
+        raise ValueError("a verdict needs rows, and the first must be the uncompressed baseline")
     uncompressed = rows[0]
     compressed = [row for row in rows if not row.baseline]
     baselines, eligible = ([row for row in _eligible(rows) if row.baseline == kind] for kind in (True, False))

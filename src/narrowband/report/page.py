@@ -106,7 +106,7 @@ def run_page(run: Run, name: str, beside: Run | None = None) -> str:
     """
     if beside is not None and (spec := beside.start.get("spec")) not in (None, "", "none"):
         raise ValueError(
-            f"what stands beside a run is the same training without compression, recorded with 'none'; this one was "
+            f"the run given to --beside must be the same training without compression, recorded with 'none'; it was "
             f"recorded with {spec!r}"
         )
     alt = _altair()
@@ -255,7 +255,7 @@ def _drawing_program(version: str) -> str:
         program: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
     except (ValueError, RuntimeError) as error:  # both packages have supported versions, but do not fit together
         raise UnsupportedError(
-            f"this Altair draws with Vega-Lite {version}, which this vl-convert does not have "
+            f"this Altair draws with Vega-Lite {version}, which this vl-convert does not support "
             f"({str(error).splitlines()[0]}): {pip_install('report')}"
         ) from error
     return program
@@ -348,7 +348,9 @@ def _facts(start: Mapping[str, Any]) -> list[tuple[str, str]]:
     machine, versions = start.get("machine", {}), start.get("versions", {})
     for what, known in (("machine", machine), ("versions", versions)):
         if not isinstance(known, Mapping):
-            raise ValueError(f"{what} is {known!r} and no object: another program wrote this record; make it again")
+            raise ValueError(
+                f"{what} is {known!r}; expected an object. Another program wrote this record: measure again"
+            )
     found = {
         "command": start.get("command"),
         "spec": start.get("spec"),

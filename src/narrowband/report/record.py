@@ -196,9 +196,9 @@ def read_json(
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # JSON's and UTF-8's
-        raise ValueError(f"{path} is torn or no JSON file: {error}; {remedy}") from error
+        raise ValueError(f"{path} is incomplete or not a JSON file: {error}; {remedy}") from error
     if not isinstance(content, dict):
-        lacks = "is no JSON object"
+        lacks = "is not a JSON object"
     elif missing := [key for key in keys if key not in content]:
         lacks = f"lacks {', '.join(missing)}"
     else:

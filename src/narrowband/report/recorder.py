@@ -98,7 +98,7 @@ class Recorder:
                 raise ValueError(f"{name}={value} must be at least 1: steps from one record to the next")
         if writer is not None and not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
             raise TypeError(
-                f"writer={writer!r} has neither add_scalar, as TensorBoard's SummaryWriter has, nor log, as a run of "
+                f"writer={writer!r} must have a method add_scalar, as TensorBoard's SummaryWriter, or log, as a run of "
                 "Weights & Biases"
             )
         self._handle, self._writer = handle, writer
@@ -235,7 +235,8 @@ class Recorder:
         except OSError as error:  # a full disk must not end training
             if not waited:
                 log.warning(
-                    "%s cannot be written (%s). Training goes on; what it lacks waits in memory until there is room",
+                    "%s cannot be written (%s). Training continues, and unwritten records stay in memory until they "
+                    "can be written",
                     self._path,
                     error.strerror or error,
                 )
@@ -349,7 +350,7 @@ def _earlier(path: Path) -> Run | None:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no file of an nb.Recorder: {error}; {_MAKE}") from error
+        raise ValueError(f"{path} was not written by nb.Recorder: {error}; {_MAKE}") from error
     run: Run | None = None
     for number, line in enumerate(lines, 1):
         begins_anew = number < len(lines) and lines[number].startswith(_BEGINS)
@@ -360,7 +361,7 @@ def _earlier(path: Path) -> Run | None:
             run = _with_record(run, record)
         except _NewerError as error:
             raise ValueError(
-                f"{path} was written by a newer version of narrowband ({error}): install that one"
+                f"{path} was written by a newer version of narrowband ({error}): install that version"
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             last = number == len(lines) or begins_anew
@@ -368,13 +369,13 @@ def _earlier(path: Path) -> Run | None:
                 if isinstance(error, json.JSONDecodeError) and last and line[: len(_BEGINS)] == _BEGINS[: len(line)]:
                     continue
                 raise ValueError(
-                    f"{path} is no file of an nb.Recorder: its first line is no start of a run; {_MAKE}"
+                    f"{path} was not written by nb.Recorder: its first line does not start a run; {_MAKE}"
                 ) from error
             if last:
                 run.torn = True  # the process died while writing this line
                 continue
             raise ValueError(
-                f"{path} is damaged: line {number} is no record ({_what(error)}); take that line out to read the rest"
+                f"{path} is damaged: line {number} is not a record ({_what(error)}); delete that line to read the rest"
             ) from error
     return run
 
@@ -384,8 +385,8 @@ _BEGINS = '{"kind": "start"'
 
 #: Advice in messages about a file that is no run.
 _MAKE = (
-    'nb.Recorder(handle, "run.jsonl") in a training loop writes one, and of what a benchmark wrote with --json, '
-    "narrowband report makes a page by itself"
+    'nb.Recorder(handle, "run.jsonl") in a training loop writes such a file; narrowband report also takes the .json '
+    "file of a benchmark"
 )
 
 
@@ -406,10 +407,10 @@ def _with_record(run: Run | None, record: dict[str, Any]) -> Run:
     kind = record["kind"]
     if kind == "start":
         if (version := record["narrowband_run"]) > _VERSION:
-            raise _NewerError(f"format {version}, and this one reads {_VERSION}")
+            raise _NewerError(f"its format is {version}; this version reads {_VERSION}")
         for name in ("machine", "versions"):
             if not isinstance(record.get(name, {}), dict):
-                raise ValueError(f"{name} is no object")
+                raise ValueError(f"{name} is not an object")
         return Run(record) if run is None else Run(record, run.steps, run.layers, last=run.last)
     if run is None:
         raise _NoRunError
@@ -428,7 +429,7 @@ def _with_record(run: Run | None, record: dict[str, Any]) -> Run:
 
 def _whole(x: Any) -> int:
     if not isinstance(x, (int, float)) or x != int(x):
-        raise ValueError(f"{x!r} is no whole number")
+        raise ValueError(f"{x!r} is not a whole number")
     return int(x)
 
 
