@@ -295,8 +295,10 @@ def test_numbers_of_steps_may_be_numpys(tmp_path):
         (b"[]\n", "its first line does not start a run"),
         (
             lines((1, 0.9)).encode().replace(b'"narrowband_run": 1', b'"narrowband_run": 99'),
-            r"was written by a newer version of narrowband "
-            r"\(its format is 99; this version reads 1\): install that version",
+            (
+                r"was written by a newer version of narrowband "
+                r"\(its format is 99; this version reads 1\): install that version"
+            ),
         ),
         (lines((1, 0.9)).encode().replace(b'"ranks": 2', b'"machine": 3'), "its first line does not start"),
         (
