@@ -819,6 +819,43 @@ def test_a_model_that_was_refused_on_one_rank_is_refused_on_all_and_trains_as_be
         assert steps == 2
 
 
+def refused_in_one_of_two_groups(rank, world_size):
+    """A warm-up fails on one rank of a model whose first layer is shared by ranks 0 and 2, and by 1 and 3."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "pairs"))["shards"]
+    model = mlp()
+    fully_shard(model[0], mesh=pairs)
+    shard(model[1:], mesh_of(world_size))
+    former = setup.use_all
+
+    def use_all(*arguments):
+        if rank == 1:
+            raise MemoryError("no room")
+        former(*arguments)
+
+    setup.use_all = use_all
+    try:
+        refused = refusal(lambda: compress(model, **FINE))
+    finally:
+        setup.use_all = former
+    handle = compress(model, **FINE)
+    state = handle.state_dict()
+    if rank == 2:
+        state["version"] = 0
+    unloaded = refusal(lambda: handle.load_state_dict(state))
+    handle.remove()
+    return refused, unloaded
+
+
+def test_ranks_in_other_groups_are_told_of_a_refusal():
+    """A rank has to tell all its groups before it raises, or those that are not in the first would wait for it."""
+    answers = run_ranks(refused_in_one_of_two_groups, 4, timeout_s=30.0)
+    for refused, unloaded in answers:
+        assert refused[0] == "DisagreementError"
+        assert "MemoryError: no room" in refused[1]
+        assert unloaded[0] in ("ValueError", "DisagreementError")
+    assert answers[2][1][1].startswith("expected a state of a handle of compress_shards")
+
+
 def parts_of_a_model(rank, world_size):
     model = shard(mlp(), mesh_of(world_size))
     part = compress(model[0], **FINE)

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from narrowband.collectives import Exchange
     from narrowband.feedback import Compression
 
-__all__ = ["raise_on_all", "use_all", "use_once", "warm_up"]
+__all__ = ["FAILED", "use_all", "use_once", "warm_up"]
+
+#: What the error says if a warm-up failed on some ranks.
+FAILED = "Set-up runs what a step will run, which failed on some ranks"
 
 #: Sides of square matrices that stand for those of a model. Several sizes, because small tensors take one thread and
 #: large ones several, and because sparse codecs sample runs of elements in tensors much larger than the sample, and
@@ -74,10 +77,10 @@ def warm_up(
                         policy.warm_up()
             except Exception as error:  # other ranks wait for this one and must be told
                 failure = error
-        raise_on_all(agreement, failure)
+        _raise_on_all(agreement, failure)
 
 
-def raise_on_all(agreement: Agreement, failure: Exception | None) -> None:
+def _raise_on_all(agreement: Agreement, failure: Exception | None) -> None:
     """Wait for all ranks, and raise an error on all of them if the warm-up failed on any. A collective.
 
     Args:
@@ -90,9 +93,7 @@ def raise_on_all(agreement: Agreement, failure: Exception | None) -> None:
     """
     problem = "none" if failure is None else f"{type(failure).__name__}: {failure}"
     try:
-        agreement.now(
-            {"call": "warm_up", "problem": problem}, "Set-up runs what a step will run, which failed on some ranks"
-        )
+        agreement.now({"call": "warm_up", "problem": problem}, FAILED)
     except DisagreementError as disagreement:
         raise disagreement from failure
     if failure is not None:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from narrowband.averaging.agreement import Agreement
 from narrowband.averaging.core import is_in_backward
-from narrowband.averaging.warmup import raise_on_all
+from narrowband.averaging.warmup import FAILED
 from narrowband.collectives import Peers, all_reduce_nbytes
 from narrowband.collectives.primitives import all_gather
 from narrowband.compiler import refuse_compiled_autograd, unseen
+from narrowband.errors import DisagreementError
 from narrowband.sharding.exchange import NOTHING, GradientExchange, ParameterExchange
 from narrowband.stats import Stats, StepRecord
 from narrowband.units import format_bytes
@@ -119,8 +120,7 @@ class ShardCompression:
         }
         facts: Facts = {"call": "compress_shards", **self._facts(), "compressed parameters": names}
         self._agree(facts, "Call compress_shards on all ranks with the same arguments")
-        for peers, _ in self._among.values():
-            raise_on_all(Agreement(peers, self._device), failure)
+        self._agree({"call": "warm_up", "problem": "none"}, FAILED, failure)
         # Nothing of the model was changed before this line, so that a model that was refused trains as before.
         for (module, _), sender, gatherer in zip(modules, self._gradients, self._parameters, strict=True):
             module.set_custom_reduce_scatter(sender)  # type: ignore[arg-type]
@@ -312,9 +312,29 @@ class ShardCompression:
             "shards": ", ".join(f"{each.layout.module} {each.layout.numel}" for each in self._parameters),
         }
 
-    def _agree(self, facts: Facts, advice: str) -> None:
+    def _agree(self, facts: Facts, advice: str, failure: Exception | None = None) -> None:
+        """Compare facts in every group of ranks that share a module. A collective.
+
+        A rank that has an error in one group does not leave before it has told its other groups, which would wait.
+
+        Args:
+            facts: what this rank is about to do; they begin with ``call``.
+            advice: what to do if ranks disagree.
+            failure: an error of this rank, which is compared in place of the facts.
+
+        Raises:
+            DisagreementError: the facts differ in a group of this rank, or in a group of a rank of it.
+            Exception: ``failure``, if all ranks have the same one.
+        """
         for peers, _ in self._among.values():
-            Agreement(peers, self._device).now(facts, advice)
+            failed = {"call": facts["call"], "problem": f"{type(failure).__name__}: {failure}"}
+            try:
+                Agreement(peers, self._device).now(facts if failure is None else failed, advice)
+            except DisagreementError as disagreement:
+                disagreement.__cause__ = failure
+                failure = disagreement
+        if failure is not None:
+            raise failure
 
     def _peers_of(self, exchange: ParameterExchange) -> Peers:
         return next(peers for peers, members in self._among.values() if exchange in members)
