@@ -342,6 +342,30 @@ def test_plans_and_policies_that_do_not_fit_are_refused_at_set_up():
     assert "no time for 2 of 4 layers: 5.weight, 6.weight;" in said[3][1]
 
 
+def with_times_on_one_rank(rank, world_size, knows):
+    """Only one rank's policy has times of all layers."""
+    seconds = dict.fromkeys(LAYERS, 1.0) if rank == knows else {}
+    policy = LGreCo("qsgd:bits=4", objective="time", seconds_per_byte=seconds, every=2)
+    model, made = wrap(mlp(), TINY), []
+    refused = refusal(lambda: made.append(compress(model, policy, min_numel=64)))
+    if made:
+        train(model, rank, range(4), sgd(model))
+    return refused, made[0].plan.specs() if made else None
+
+
+@pytest.mark.parametrize("knows", [0, 1])
+def test_only_the_policy_of_rank_0_is_asked_and_all_ranks_hear_its_answer(knows):
+    answers = run_ranks(with_times_on_one_rank, 2, knows, timeout_s=60.0)
+    for refused, specs in answers:
+        assert specs == answers[0][1]
+        if knows == 0:
+            assert refused is None
+            assert specs.keys() == set(LAYERS)
+        else:
+            assert refused[0] == "ValueError"
+            assert "no time for 4 of 4 layers" in refused[1]
+
+
 def dgc_again(rank, world_size):
     """A plan of densities for dgc is used again with dgc, and a layer can go back to what the model has."""
     spec = "dgc:density=0.03,momentum=0.5"

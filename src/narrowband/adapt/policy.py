@@ -65,7 +65,9 @@ class Policy(ABC):
         return [str(self.start)]
 
     def check(self, layers: Collection[str]) -> None:  # noqa: B027  most take any layers
-        """Raise ValueError if no decision is possible for a model with these layers. It is called at set-up."""
+        """Raise ValueError if no decision is possible for a model with these layers. It is called at set-up, on rank 0
+        only; all ranks raise the error.
+        """
 
     def warm_up(self) -> None:  # noqa: B027  most use no loops of their own
         """Run the kernels of a decision once, so that no training step waits for their compilation."""

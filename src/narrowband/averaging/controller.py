@@ -44,14 +44,9 @@ class Controller:
         policy: the policy that decides; None: the plan never changes.
         layers: of the model.
         peers: the ranks.
-
-    Raises:
-        ValueError: the policy cannot decide for these layers.
     """
 
     def __init__(self, policy: Policy | None, layers: Layers, peers: Peers) -> None:
-        if policy is not None:
-            policy.check(layers.parameters.shapes)
         self.policy = policy
         self.plan: Plan | None = None
         self._layers = layers
@@ -63,6 +58,23 @@ class Controller:
         """Return what must be equal on all ranks. Other settings matter on rank 0 only, which decides."""
         policy = self.policy
         return [] if policy is None else [policy.name, policy.every, policy.warmup_steps, policy.specs()]
+
+    def check(self) -> None:
+        """Let rank 0, which decides, find out whether the policy can decide for these layers. A collective.
+
+        Raises:
+            ValueError: it cannot; on all ranks.
+        """
+        if self.policy is None:
+            return
+        problem = ""
+        if self._peers.rank == 0:
+            try:
+                self.policy.check(self._layers.parameters.shapes)
+            except Exception as error:  # a user's policy may raise anything, and other ranks are waiting
+                problem = str(error) or repr(error)
+        if problem := _broadcast(problem.encode(), self._peers, self._device).decode():
+            raise ValueError(problem)
 
     def follow(self, plan: Plan) -> None:
         """Give layers the specs of a plan.

@@ -37,7 +37,7 @@ from narrowband.averaging.step import MEASURE_EVERY, Group, Parts, Step, fill_wi
 from narrowband.averaging.warmup import warm_up
 from narrowband.codecs import Identity
 from narrowband.collectives import Engine, Loan, Peers, borrow, can_send_from
-from narrowband.errors import DisagreementError, PayloadError, UnsupportedError
+from narrowband.errors import PayloadError, UnsupportedError
 from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
@@ -145,8 +145,9 @@ class Averaging:
                 f"Call {self._set_up_name} on all ranks with the same arguments for the same model, which has been "
                 "converted to the same memory format before",
             )
+            self._controller.check()
             warm_up(kinds, settings.policy, device, everyone, self._agreement, self.layers.collectives)
-        except DisagreementError:  # raised on all ranks, so no message of the group is left on its way
+        except ValueError:  # raised on all ranks, so no message of the group is left on its way
             self._loan.give_back()
             raise
 
