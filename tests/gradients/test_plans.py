@@ -355,7 +355,7 @@ def with_times_on_one_rank(rank, world_size, knows):
 
 @pytest.mark.parametrize("knows", [0, 1])
 def test_only_the_policy_of_rank_0_is_asked_and_all_ranks_hear_its_answer(knows):
-    answers = run_ranks(with_times_on_one_rank, 2, knows, timeout_s=60.0)
+    answers = run_ranks(with_times_on_one_rank, 2, knows)
     for refused, specs in answers:
         assert specs == answers[0][1]
         if knows == 0:

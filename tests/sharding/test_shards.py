@@ -848,7 +848,7 @@ def refused_in_one_of_two_groups(rank, world_size):
 
 def test_ranks_in_other_groups_are_told_of_a_refusal():
     """A rank has to tell all its groups before it raises, or those that are not in the first would wait for it."""
-    answers = run_ranks(refused_in_one_of_two_groups, 4, timeout_s=30.0)
+    answers = run_ranks(refused_in_one_of_two_groups, 4)
     for refused, unloaded in answers:
         assert refused[0] == "DisagreementError"
         assert "MemoryError: no room" in refused[1]

@@ -140,6 +140,23 @@ def closed(rank, world_size):
     return refusal(lambda: loss_of(model(x), y).backward())
 
 
+def closed_in_an_exchange(rank, world_size):
+    """Whether the default process group is there after a signal's handler closed a transport and ended the exchange."""
+    transport = Broadcast(dist.new_group())
+
+    def interrupted(*_):
+        transport.close()
+        raise KeyboardInterrupt
+
+    with patch.object(transport, "_exchange", interrupted), pytest.raises(KeyboardInterrupt):
+        transport.exchange(torch.zeros(8, dtype=torch.uint8), [None], [[]])
+    return dist.is_initialized()
+
+
+def test_a_transport_that_is_closed_in_an_exchange_ends_no_other_group():
+    assert run_ranks(closed_in_an_exchange, 1) == [True]
+
+
 def test_nothing_is_sent_through_a_closed_transport():
     assert run_ranks(closed, 3) == [("RuntimeError", "the broadcast transport is closed")] * 3
 

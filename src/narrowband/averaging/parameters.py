@@ -269,10 +269,10 @@ def refuse_valueless(named: Iterable[tuple[str, Tensor]], set_up: str) -> None:
     """
     found = [name for name, p in named if is_lazy(p) or p.is_meta]
     if found:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        more = f" and {len(found) - 1} more have" if len(found) > 1 else " has"
         raise UnsupportedError(
-            f"{found[0]}{more} have no values yet (meta device, or a lazy module). Initialize the model before "
-            f"{set_up}: call to_empty() and set the parameters, or run a forward pass of lazy modules"
+            f"{found[0]}{more} no values yet (meta device, or a lazy module). Initialize the model before {set_up}: "
+            "call to_empty() and set the parameters, or run a forward pass of lazy modules"
         )
 
 

@@ -94,7 +94,7 @@ class Broadcast(Transport):
         """Let go of the group: when nobody holds it, gloo's connections are closed. NCCL looks after its own."""
         group, self._group = self._group, None
         self._ended = "an earlier exchange broke off, so there can be no other; wrap the model again on all ranks"
-        if group is not dist.group.WORLD and self.device.type == "cpu":
+        if group is not None and group is not dist.group.WORLD and self.device.type == "cpu":
             with contextlib.suppress(RuntimeError, ValueError):  # somebody else has ended it
                 dist.destroy_process_group(group)
                 # PyTorch names groups by how many there are: the next one is not to find the addresses of this one.
