@@ -196,6 +196,30 @@ def test_states_of_different_steps_since_one_round_are_refused_on_all(options, m
             assert said.format("rank(s)") in text
 
 
+class ManyMomenta(torch.optim.SGD):
+    """An optimizer of another package, which keeps something else under a name of torch.optim's."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for kept in self.state.values():
+            kept["momentum_buffer"], kept["sum"] = None, {0.9: torch.zeros(3)}
+        return loss
+
+
+def own_state_of_another_optimizer(rank, world_size):
+    model, optimizer, handle = begin("none", outer=lambda params: ManyMomenta(params, lr=0.7, momentum=0.9), every=2)
+    train(model, rank, range(4), optimizer)
+    state = copy.deepcopy(handle.state_dict())
+    handle.load_state_dict(state)
+    return [list(kept) for kept in state["updates"]["outer"]["state"].values()]
+
+
+def test_an_outer_optimizer_of_another_package_may_keep_anything():
+    for kept in run_ranks(own_state_of_another_optimizer, 2):
+        assert kept
+        assert all("sum" in names for names in kept)
+
+
 def other_outer_states(rank, world_size):
     """Refusals of states of another outer optimizer, on all ranks and then on one; and what all train on to."""
     model, optimizer, handle = begin("none", outer=nesterov, every=2)

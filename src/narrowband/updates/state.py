@@ -27,7 +27,7 @@ __all__ = ["SavedRounds", "UnderWay"]
 _KEYS = {"every", "fragments", "split", "steps", "anchor", "under way", "outer", "length", "skipped"}
 
 #: What optimizers of torch.optim keep for each parameter in a tensor of the parameter's shape. Tensors of other names
-#: may have any shape.
+#: may have any shape, and optimizers of other packages may keep anything under these names.
 _LIKE_PARAMETERS = {
     "momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "acc_delta",
     "sum", "prev", "step_size", "ax",
@@ -278,12 +278,13 @@ def _check_outer(state: object, outer: Optimizer) -> None:
         for names, group in zip(groups, outer.param_groups, strict=True)
         for name, p in zip(names, group["params"], strict=True)
     }
+    like = _LIKE_PARAMETERS if type(outer).__module__.startswith("torch.optim.") else set()
     for at, own in kept.items():
         p = parameters.get(at)
         for name, x in own.items():
             if isinstance(x, Tensor) and not (x.layout == torch.strided and bool(x.isfinite().all())):
                 raise ValueError(f"the state's outer optimizer holds inf or NaN in its {name}; load an earlier state")
-            if p is None or name not in _LIKE_PARAMETERS or x is None:
+            if p is None or name not in like or x is None:
                 continue
             if not isinstance(x, Tensor) or x.shape != p.shape:
                 there = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
