@@ -39,7 +39,7 @@ def test_a_short_run_survives_both_and_counts():
         ({"peers": 2}, "one has to be left"),
         ({"kill": 50, "rejoin": 40}, "kill=50, rejoin=40 and rounds=200 must ascend"),
         ({"kill": -1}, "kill=-1 must be at least 0"),
-        ({"freeze": 500}, "freeze=500 must be a round between 1 and 200; 0 freezes no peer"),
+        ({"freeze": 500}, "freeze=500 must be 2 to 199, or 0 to freeze no peer"),
         ({"seed": -1}, "seed=-1 is not in"),
         ({"spec": "nope"}, "unknown codec 'nope'"),
         ({"step_s": -1.0}, "step_s=-1.0"),

@@ -214,12 +214,30 @@ def test_a_file_that_cannot_be_renamed_is_not_overwritten(opened, tmp_path, monk
     def refused(*_):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
-    monkeypatch.setattr(records.os, "rename", refused)
+    monkeypatch.setattr(records.Path, "rename", refused)
     run.keep([{"name": "b"}])
     run.finish([{"name": "b"}])
     with pytest.raises(OSError, match="busy"):
         run.say()
     assert rows_of(tmp_path / "rows.json") == [{"name": "a"}]
+
+
+def test_a_file_that_is_deleted_while_a_run_measures_is_no_reason_to_lose_its_rows(opened, tmp_path):
+    opened()[0].keep([{"name": "a"}])
+    run, _ = opened(CONFIG | {"seed": 1})
+    (tmp_path / "rows.json").unlink()
+    run.finish([{"name": "b"}])
+    run.say()
+    assert rows_of(tmp_path / "rows.json") == [{"name": "b"}]
+
+
+def test_a_name_that_is_taken_while_a_run_measures_is_not_overwritten(opened, tmp_path):
+    opened()[0].keep([{"name": "a"}])
+    run, _ = opened(CONFIG | {"seed": 1})
+    (tmp_path / "rows.old.json").write_text("{}")
+    run.finish([{"name": "b"}])
+    assert (tmp_path / "rows.old.json").read_text() == "{}"
+    assert rows_of(tmp_path / "rows.old1.json") == [{"name": "a"}]
 
 
 @pytest.mark.parametrize("content", ["my notes", '{"a": 1}', "[1, 2]"])

@@ -227,6 +227,7 @@ def run(
         parts = after.setdefault(event["turn"], {})
         parts[event["rank"]] = event["rows"]
         if len(parts) == place.ranks:
+            del after[event["turn"]]
             keep(_rows(config, [parts[rank] for rank in range(place.ranks)]))
 
     return _rows(config, run_ranks("narrowband.bench.ddp", told, place, note))

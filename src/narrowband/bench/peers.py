@@ -94,7 +94,7 @@ class Config:
                 "kills no peer"
             )
         if self.freeze and not 1 < self.freeze < self.rounds:
-            raise ValueError(f"freeze={self.freeze} must be a round between 1 and {self.rounds}; 0 freezes no peer")
+            raise ValueError(f"freeze={self.freeze} must be 2 to {self.rounds - 1}, or 0 to freeze no peer")
         check_seed(self.seed)
         compression(self.spec)
 

@@ -175,7 +175,9 @@ class Record:
 
         content = {**self._fields, **found}
         if self._aside is not None:
-            os.rename(os.path.realpath(path), self._aside)
+            there = Path(os.path.realpath(path))
+            with contextlib.suppress(FileNotFoundError):  # it was renamed or deleted while this run measured
+                there.rename(_free_name(there) if self._aside.exists() else self._aside)
             self._aside = None
         write_json(path, content)
         return content
