@@ -75,7 +75,7 @@ def test_after_ctrl_c_finished_rows_are_kept_and_not_measured_again(
     calls = counted(monkeypatch, owner, name)
     code, out, _ = narrow(*words)
     assert code == DONE
-    assert "has 1 rows, which are not measured again" in " ".join(out.split())
+    assert "has 1 row; finished ones are not measured again" in " ".join(out.split())
     found = json.loads(path.read_text())["rows"]
     assert found[0] == kept
     assert len(found) == rows
@@ -153,7 +153,7 @@ def test_the_same_run_goes_on_from_its_rows(opened, tmp_path):
     opened()[0].keep([{"name": "a"}])
     again, said = opened()
     assert again.known == [{"name": "a"}]
-    assert "rows.json has 1 rows, which are not measured again" in said()
+    assert "rows.json has 1 row; finished ones are not measured again" in said()
     assert list(again.follow(iter([{"name": "b"}]), ("name",))) == [{"name": "b"}]
     assert rows_of(tmp_path / "rows.json") == [{"name": "b"}, {"name": "a"}], "a's turn may come later"
     again.finish([{"name": "b"}])

@@ -92,7 +92,8 @@ class Record:
         other = [words for name, words in _SAME.items() if before.get(name) != own[name]]
         if self._goes_on and not other:
             self.known = list(before[self._of])
-            said = f"{path} has {len(self.known)} rows, which are not measured again; delete it to measure them again"
+            rows = "1 row" if len(self.known) == 1 else f"{len(self.known)} rows"
+            said = f"{path} has {rows}; finished ones are not measured again. Delete the file to measure all again"
             self._print(said, "dim")
         else:
             self._aside = _free_name(Path(os.path.realpath(path)))
