@@ -301,7 +301,7 @@ def test_the_command_says_what_it_is_at_and_has_the_rows_of_finished_rounds_when
 
 
 def test_a_model_whose_output_needs_no_gradient_is_refused():
-    with pytest.raises(ValueError, match="with in which no tensor requires gradients"):
+    with pytest.raises(ValueError, match="in which no tensor requires gradients"):
         memory.survey(nn.Flatten(), (torch.randn(2, 3),), ActivationPolicy())
 
 

@@ -70,7 +70,7 @@ def test_the_parts_are_the_model():
         x = part(x)
     assert torch.equal(x, model(tokens))
     assert sum(p.numel() for part in parts_of(model, 3) for p in part.parameters()) == model.config.numel()
-    with pytest.raises(ValueError, match="6 blocks cannot be shared evenly by 4 stages"):
+    with pytest.raises(ValueError, match="6 blocks cannot be divided evenly among 4 stages"):
         parts_of(model, 4)
 
 

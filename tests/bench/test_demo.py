@@ -93,7 +93,7 @@ def test_a_run_that_diverges_is_a_row_too_and_other_configurations_share_none(fi
     ("arguments", "message"),
     [
         ({"steps": 0}, "steps=0"),
-        ({"model": "gpt-13m"}, "not one that reads bytes; there are: gpt-demo"),
+        ({"model": "gpt-13m"}, "does not read bytes; models that do: gpt-demo"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"codecs": ("topk+eff",)}, "did you mean 'ef'"),
     ],

@@ -309,7 +309,7 @@ def test_a_half_precision_parameter_can_be_written_to(spec):
 def test_other_dtypes_are_refused_on_both_sides(spec):
     codec = nb.codec(spec)
     for dtype in (torch.float64, torch.int32, torch.complex64, torch.bool, torch.uint8):
-        with pytest.raises(TypeError, match=r"float32, float16 or bfloat16.*convert it"):
+        with pytest.raises(TypeError, match=r"float32, float16 or bfloat16.*convert the tensor"):
             codec.encode(torch.zeros(8, dtype=dtype))
         with pytest.raises(TypeError, match="float32, float16 or bfloat16"):
             codec.decode(codec.encode(torch.zeros(8)), torch.zeros(8, dtype=dtype))
