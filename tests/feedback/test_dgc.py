@@ -221,7 +221,7 @@ def test_a_spec_is_its_canonical_form():
         ("dgc:clip=0", ["clip=0.0", "above 0"]),
         ("dgc:clip=nan", ["clip=nan"]),
         ("dgc:warmup_steps=-1", ["warmup_steps=-1", "negative"]),
-        ("dgc:warmup_steps=1,warmup_epochs=1", ["give one"]),
+        ("dgc:warmup_steps=1,warmup_epochs=1", ["not as both"]),
         ("dgc:density=0.25,warmup_steps=4", ["density=0.25", "25%", "grow"]),
         ("dgc:density=0.5,warmup_epochs=4", ["grow"]),
         ("dgc:rank=4", ["dgc has no key 'rank'", "momentum"]),
