@@ -188,7 +188,7 @@ def test_a_spec_is_its_canonical_form():
         assert nb.compression(str(whole)) == whole
     assert nb.compression("powersgd:rank=4+ef") == nb.compression("powersgd") == nb.compression(nb.PowerSGD())
     for text, word in (
-        ("powersgd:rank=4,ef=false+ef", "own way"),
+        ("powersgd:rank=4,ef=false+ef", "a feedback of its own"),
         ("powersgd:iterations=0", "iterations=0"),
         ("powersgd:min_ratio=-1", "min_ratio=-1.0"),
         ("powersgd:min_ratio=nan", "min_ratio=nan"),
