@@ -80,15 +80,15 @@ def drawn(panels: Sequence[Panel], theme: str) -> str:
     """Draw panels, two per row if their texts fit, and return the text of the SVG file.
 
     Args:
-        panels: at least one.
+        panels: if there are none, as where no row of a page is finished, the picture is empty.
         theme: a key of :data:`THEMES`.
     """
-    fits = min(1.0, _PANEL / max(map(_width, panels)))
+    fits = _PANEL / max([_PANEL, *map(_width, panels)])
     columns, scale = (2, fits) if fits >= _SMALLEST else (1, 1.0)
     width = _PANEL if columns == 2 else _WIDTH
     rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
     heights = [_HEADING + _PITCH * max(len(panel.bars) for panel in row) for row in rows]
-    height = sum(heights) + _GAP * (len(rows) - 1)
+    height = sum(heights) + _GAP * max(0, len(rows) - 1)
     strong, weak = THEMES[theme][:2]
     title, note, label = (f"{size * scale:.3g}px" for size in (_TITLE, _NOTE, _LABEL))
     lines = [

@@ -189,7 +189,7 @@ def test_what_stands_beside_a_run_was_not_compressed(tmp_path, capsys):
     """Files that were given the wrong way round would be told that compression is slow."""
     run, plain = written(tmp_path / "run.jsonl", a_run()), written(tmp_path / "plain.jsonl", plain_run(seconds=0.8))
     assert main(["report", str(plain), "--beside", str(run)]) == 2
-    assert "without compression, recorded with 'none'; this one was recorded with 'powersgd:rank=4'" in (
+    assert "without compression, recorded with 'none'; it was recorded with 'powersgd:rank=4'" in (
         " ".join(capsys.readouterr().err.split())
     )
     assert not (tmp_path / "plain.html").exists()
@@ -291,7 +291,7 @@ def test_the_command_makes_a_page_of_a_run_or_of_a_record(tmp_path, capsys):
         (
             "bench.json",
             '{"rows": [{"codec": "a", "ms": 1.0}], "machine": 3}',
-            "machine is 3 and no object: another program",
+            "machine is 3; expected an object. Another program wrote this record",
         ),
     ],
 )
@@ -370,5 +370,5 @@ def test_another_version_of_what_draws_is_one_sentence_with_a_remedy(
 
 def test_programs_that_do_not_go_together_are_one_sentence(monkeypatch):
     monkeypatch.setattr("altair.SCHEMA_VERSION", "v99.1.0")
-    with pytest.raises(UnsupportedError, match=r"Vega-Lite v99.1, which this vl-convert does not have .*\[report\]"):
+    with pytest.raises(UnsupportedError, match=r"Vega-Lite v99.1, which this vl-convert does not support .*\[report\]"):
         run_page(a_run(), "x")
