@@ -185,7 +185,7 @@ def test_a_group_with_two_ranks_of_one_replica_is_refused():
     for rank, errors in enumerate(run_ranks(wrong_groups, 4)):
         for kind, text in errors:
             assert kind == "UnsupportedError"
-            assert f"ranks [{rank ^ 1}] of process_group train the same replica" in text
+            assert f"process_group has ranks [{rank ^ 1}], which train the same replica" in text
 
 
 def with_a_plan(rank, world_size):
@@ -216,7 +216,7 @@ def test_what_each_rank_decides_by_its_parts_is_refused_where_all_have_the_same_
     """It would get other specs on each, or go another way."""
     for policy, outer, fixed in run_ranks(partly_whole, 4):
         assert policy[0] == outer[0] == "UnsupportedError"
-        assert "all of them have 0.weight, 6.weight as a whole" in policy[1]
+        assert "0.weight, 6.weight are not sharded" in policy[1]
         assert "outer='auto' measures how far to go on each rank" in outer[1]
         assert "5.bias" in outer[1]
         assert fixed is None
