@@ -7,10 +7,8 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from narrowband.cli.codecs import Codecs
 from narrowband.codecs import available
 from narrowband.lab import LabConfig, requirements
 from narrowband.report.gpu import GPU
+from tests.cli.ctrl_c import stopped
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0  # only a failure takes this long
@@ -313,21 +312,8 @@ def test_ctrl_c_keeps_finished_rows_and_resume_goes_on(tmp_path):
         sys.executable, "-m", "narrowband.cli", "demo", "--nodes", "2", "--model", "gpt-tiny", "--steps", "40",
         "--codecs", "qsgd:bits=4", "--out", str(tmp_path),
     ]  # fmt: skip
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        end = time.monotonic() + LIMIT_S
-        while not list(tmp_path.glob("rows/none-*.json")):
-            assert time.monotonic() < end
-            assert demo.poll() is None
-            time.sleep(0.05)
-        demo.send_signal(signal.SIGINT)
-        out, err = demo.communicate(timeout=LIMIT_S)
-    finally:
-        demo.kill()
-        demo.wait()
-    assert demo.returncode == 130
-    assert "Traceback" not in err
-    assert "the same command with --resume goes on from there" in " ".join(out.split())
+    said = stopped(command, lambda: list(tmp_path.glob("rows/none-*.json")))
+    assert "the same command with --resume goes on from there" in said
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("rows/*.json")}
 
     done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=LIMIT_S, check=True)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 from rich.console import Console
@@ -17,8 +14,7 @@ from narrowband.bench import adapt, kernels, peers, tensors
 from narrowband.cli import records
 from narrowband.cli.exits import DONE, STOPPED, WRONG
 from narrowband.cli.records import Record
-
-LIMIT_S = 600.0  # only a failure takes this long
+from tests.cli.ctrl_c import stopped
 
 KERNELS = "bench kernels --numel 5000 --repeats 1 --loops all-finite activation-mask activation-apply-mask"
 TENSORS = "bench memory --tensors --rounds 1"
@@ -99,21 +95,7 @@ def test_after_ctrl_c_whole_rounds_of_bench_ddp_are_kept_and_another_run_overwri
     words = ["bench", "ddp", "--nodes", "2", "--rate", "none", "--model", "gpt-tiny", "--codecs", "none", "qsgd:bits=4"]
     words += ["--steps", "1", "--json", str(path), "--rounds"]
     command = [sys.executable, "-m", "narrowband.cli", *words, "100000"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        end = time.monotonic() + LIMIT_S
-        while not path.exists():
-            assert time.monotonic() < end
-            assert run.poll() is None
-            time.sleep(0.05)
-        run.send_signal(signal.SIGINT)
-        out, err = run.communicate(timeout=LIMIT_S)
-    finally:
-        run.kill()
-        run.wait()
-    assert run.returncode == STOPPED, err
-    assert "Traceback" not in err
-    assert f"What was measured so far is in {path}." in " ".join(out.split())
+    assert f"What was measured so far is in {path}." in stopped(command, path.exists)
     kept = path.read_bytes()
     rows = json.loads(kept)["rows"]
     assert [row["codec"] for row in rows] == ["no-communication", "none", "qsgd:bits=4"]

@@ -75,7 +75,7 @@ def ddps_in(module: nn.Module) -> dict[str, DistributedDataParallel]:
 
 def ddp_around() -> DistributedDataParallel | None:
     """Return the DistributedDataParallel whose forward pass is running now, if it will average in backward; or None."""
-    around: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module  # noqa: SLF001 - no public way
+    around: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module
     return around if around is not None and around.require_backward_grad_sync else None
 
 

@@ -1,0 +1,34 @@
+"""Ctrl-C of the command line, in a process of its own, when something has been written."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+
+from narrowband.cli.exits import STOPPED
+
+LIMIT_S = 600.0  # only a failure takes this long
+
+
+def stopped(command: Sequence[str], ready: Callable[[], object]) -> str:
+    """Run a command until ``ready()``, and then press Ctrl-C; what it printed, in one line.
+
+    The command must end as a shell expects, and without a traceback.
+    """
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        end = time.monotonic() + LIMIT_S
+        while not ready():
+            assert time.monotonic() < end
+            assert run.poll() is None
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=LIMIT_S)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == STOPPED, err
+    assert "Traceback" not in err
+    return " ".join(out.split())
