@@ -11,7 +11,7 @@ from tests.gradients.shards import whole
 from tests.gradients.test_compiled import Backend, Net, step_of
 from tests.gradients.training import refusal, sgd
 from tests.ranks import run_ranks
-from tests.sharding.test_shards import FINE, mesh_of
+from tests.sharding.training import FINE, mesh_of
 from tests.thorough import thorough
 from tests.torches import since_2_12
 
