@@ -24,6 +24,7 @@ from narrowband.adapt import (
     error_table,
     search_space,
 )
+from tests.thorough import thorough
 
 METRICS = {"l2": 1, "l2_squared": 2}
 TRAFFIC = Traffic(4)
@@ -53,8 +54,13 @@ def totals(plan, gradients, power):
     return nbytes, error
 
 
-@pytest.mark.parametrize("reference", ["powersgd:rank=4", "topk:density=0.01+ef", "qsgd:bits=4"])
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(
+    ("reference", "metric"),
+    [
+        *(("powersgd:rank=4", "l2"), ("topk:density=0.01+ef", "l2_squared"), ("qsgd:bits=4", "l2")),
+        *thorough(("powersgd:rank=4", "l2_squared"), ("topk:density=0.01+ef", "l2"), ("qsgd:bits=4", "l2_squared")),
+    ],
+)
 def test_lgreco_sends_less_at_no_more_error_than_its_reference(reference, metric):
     gradients = spread()
     plan = LGreCo(reference, metric=metric).decide(gradients, step=7, traffic=TRAFFIC)
