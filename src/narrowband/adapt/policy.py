@@ -184,8 +184,9 @@ class GlobalTopK(Policy):
 class HardThreshold(Policy):
     """Sends all elements of at least a given magnitude, in every layer (Rethink-GS: Sahu et al., arXiv 2108.00951).
 
-    How much is sent depends on the gradients. Plans report the bytes for the mean of a window's gradients, which are
-    those of every step where gradients do not change.
+    How much is sent depends on the gradients of each step. The bytes in a plan are an estimate: those of the mean of a
+    window's gradients. Noisy gradients have larger elements than their mean, so steps may send much more.
+    ``handle.stats()`` counts what was sent.
 
     Args:
         value: the magnitude, in units of gradients.
