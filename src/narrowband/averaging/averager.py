@@ -45,6 +45,8 @@ class Averager(Handle):
 
     The other arguments are those of :func:`~narrowband.compress_gradients`.
 
+    A hook of ``register_post_accumulate_grad_hook`` runs in backward, so it sees this rank's own gradient.
+
     Raises:
         TypeError: something without named parameters.
         ValueError: a spec, a number or a collective that does not exist; nothing to average; two parameters of one

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Iterator, Mapping
 
+    from torch.utils.hooks import RemovableHandle
+
     from narrowband.averaging.parameters import Parameter
     from narrowband.averaging.settings import Settings
     from narrowband.codecs import Codec
@@ -113,9 +115,8 @@ class ModuleCompression(GradientCompression):
         self._reset()
         self._steps = Steps(self, by_tensor) if self.size > 1 else None
         own = weakref.ref(self)
-        register: Any = Tensor.register_post_accumulate_grad_hook
-        self._hooks: list[Any] = [register(p, _arrival(own)) for p in by_tensor]
-        self._hooks.append(model.register_forward_hook(Outputs(own)))
+        self._arrivals: dict[Tensor, RemovableHandle] = {p: _tell_of_arrival(p, own) for p in by_tensor}
+        self._of_model = model.register_forward_hook(Outputs(own))
         remember(module, self)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -145,8 +146,12 @@ class ModuleCompression(GradientCompression):
         if self._syncing and self._steps is not None:
             self._steps.called()
 
-    def begin(self) -> None:
-        """Note that the running backward pass will reach the model's parameters. Called inside it, before it does."""
+    def begin(self, *, early: bool = True) -> None:
+        """Note that the running backward pass reaches the model's parameters.
+
+        Args:
+            early: whether it has not reached any yet.
+        """
         if self._removed:
             return
         if not self._syncing:
@@ -164,6 +169,8 @@ class ModuleCompression(GradientCompression):
         if self._torn:
             raise RuntimeError(f"backward: {BROKE_OFF}")
         self._backward = running
+        if early:
+            self._hook_last()
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # Runs after the callbacks of FSDP2, one of which reduces the rest of the gradients. If several handles average
         # in this pass, all of them send the rest before any waits: ranks may have called their models in other orders.
@@ -175,6 +182,14 @@ class ModuleCompression(GradientCompression):
             queue(end)
 
         queue(unseen(lambda: queue(send)))
+
+    def _hook_last(self) -> None:
+        """Hook parameters again that users have hooked since, so that a gradient is sent as their hooks leave it."""
+        own = weakref.ref(self)
+        for p, hook in self._arrivals.items():
+            if next(reversed(cast("Any", p)._post_accumulate_grad_hooks)) != hook.id:
+                hook.remove()
+                self._arrivals[p] = _tell_of_arrival(p, own)
 
     def arrived(self, p: Tensor) -> None:
         """Note that a parameter has its gradient, and feed all groups that are complete now."""
@@ -189,7 +204,7 @@ class ModuleCompression(GradientCompression):
                     "the outer one is detected by tensors in the model's output, but none were found: return tensors "
                     "in lists, tuples, dictionaries or dataclasses, or use use_reentrant=False"
                 )
-            self.begin()
+            self.begin(early=False)
         self._any = True
         at = self._group_of[p]
         if at < len(self._futures):
@@ -333,9 +348,9 @@ class ModuleCompression(GradientCompression):
             DisagreementError: another rank makes another call.
         """
         super().remove()
-        for hook in self._hooks:
+        for hook in (*self._arrivals.values(), self._of_model):
             hook.remove()
-        self._hooks.clear()
+        self._arrivals.clear()
         if self._replica is not None:
             self._replica.broken |= self._loan.broken
             self._return()
@@ -344,14 +359,16 @@ class ModuleCompression(GradientCompression):
             forget(module, self)
 
 
-def _arrival(handle: weakref.ref[ModuleCompression]) -> Any:
-    """Make the hook of a parameter. It holds a weak reference, since the handle refers to the parameter."""
+def _tell_of_arrival(p: Tensor, handle: weakref.ref[ModuleCompression]) -> RemovableHandle:
+    """Hook a parameter. The hook holds a weak reference, since the handle refers to the parameter."""
 
     def arrived(p: Tensor) -> None:
         if (own := handle()) is not None:
             own.arrived(p)
 
-    return unseen(arrived)
+    register: Any = p.register_post_accumulate_grad_hook
+    hooked: RemovableHandle = register(unseen(arrived))
+    return hooked
 
 
 def _in_backward_of_another() -> bool:

@@ -87,8 +87,11 @@ def compress_gradients(
 
     A parameter that is replaced, added or thawed later would not be averaged, so the next step raises an error. So does
     the next step after the model was converted to another dtype. Call the handle's ``remove()`` before such a change,
-    and this function again afterwards. An optimizer that steps inside backward, in a hook of a parameter, is an error,
-    too.
+    and this function again afterwards.
+
+    A hook that you register with ``register_post_accumulate_grad_hook`` sees this rank's own gradient (with FSDP2: the
+    mean of the ranks that share the model), and what it leaves in ``.grad`` is averaged; averages are there when
+    ``backward()`` has returned. So an optimizer that steps in such a hook is an error.
 
     ``model.join()`` of DistributedDataParallel works: ranks that have run out of data send zeros and keep their
     residuals (with ``ef21``, which has no residual, zero counts as their gradient). The first backward refuses its

@@ -61,7 +61,8 @@ def compress_shards(
         min_numel: parameters with fewer elements are sent uncompressed, as are biases and norms.
         seed: seed of stochastic rounding. Equal seeds give equal runs.
 
-    All ranks compute with the same parameters, those that were decoded. The optimizer steps its exact shards.
+    All ranks compute with the same parameters, those that were decoded. The optimizer steps its exact shards. A hook of
+    ``register_post_accumulate_grad_hook`` sees this rank's shard of the averaged gradient, as with FSDP2 alone.
 
     Returns:
         A handle: :meth:`~ShardCompression.stats`, :meth:`~ShardCompression.state_dict` …
