@@ -103,11 +103,15 @@ def different(rank, world_size, kind):
         model.register_buffer("mask", torch.full((4 + odd,), float(rank)))
     if kind == "dtype":
         model.register_buffer("mask", torch.full((4,), rank, dtype=torch.int64 if odd else torch.float32))
-    before = [x.clone() for x in bits_of(model)]
+    before, usual = [x.clone() for x in bits_of(model)], replicas._PIECE_NBYTES
+    if kind == "pieces" and odd:
+        replicas._PIECE_NBYTES = 16
     try:
         replicas.begin_with_the_first(model, None)
     except DisagreementError as error:
         return str(error), all(torch.equal(a, b) for a, b in zip(before, bits_of(model), strict=True))
+    finally:
+        replicas._PIECE_NBYTES = usual
     return None, False
 
 
@@ -117,6 +121,7 @@ def different(rank, world_size, kind):
         ("buffer", "'mask' (4: (4,), torch.float32 on ranks 0, 2; nothing on rank 1)"),
         ("shape", "'mask' (4: (4,), torch.float32 on ranks 0, 2; 4: (5,), torch.float32 on rank 1)"),
         ("dtype", "'mask' (4: (4,), torch.float32 on ranks 0, 2; 4: (4,), torch.int64 on rank 1)"),
+        ("pieces", "pieces (26214400 bytes in 1048576 on ranks 0, 2; 26214400 bytes in 16 on rank 1)"),
         ("order", "'a.weight' (0: (3, 3), torch.float32 on ranks 0, 2; 2: (3, 3), torch.float32 on rank 1)"),
     ],
 )

@@ -146,11 +146,11 @@ def test_a_state_that_one_rank_cannot_load_is_loaded_by_none():
 def test_differences_name_what_few_have_and_count_the_rest():
     facts = {"call": "backward", "layers": {f"layer {at}": "a" for at in range(9)}, "seed": "0"}
     other = {"call": "backward", "layers": {f"layer {at}": "b" for at in range(9)}, "seed": "0"}
-    found = _differences([facts, other, facts])
+    found = _differences({0: facts, 1: other, 2: facts})
     assert found[0] == "layers of 'layer 0' (a on ranks 0, 2; b on rank 1)"
     assert len(found) == 5
     assert found[-1] == "and 5 more differences"
-    assert _differences([facts, facts]) == []
+    assert _differences({0: facts, 1: facts}) == []
 
 
 def still_held(rank, world_size):

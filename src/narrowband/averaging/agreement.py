@@ -41,7 +41,7 @@ Facts = Mapping[str, "str | Mapping[str, str]"]
 #: The error names at most this many differences, and counts the rest.
 _NAMED = 4
 _LONGEST = 200
-#: If one of these facts differs, the error names no further ones.
+#: If one of these facts differs, the error names no others.
 _ENOUGH = ("call", "problem")
 
 
@@ -80,29 +80,45 @@ class Agreement:
         if len(set(of_all.tolist())) > 1:
             raise DisagreementError(f"{self._differences(facts)}. {advice}")
 
-    def now(self, facts: Facts, advice: str) -> None:
+    def now(self, facts: Facts, advice: str, failure: Exception | None = None) -> None:
         """Compare facts and wait for the result. Call only while the engine runs no job.
+
+        A rank that failed before must call, too: other ranks wait for it, and are told of its error.
 
         It also waits (up to 5 s) until gloo's threads have released the tensors. A thread that releases a tensor while
         the interpreter shuts down crashes the process, and ``remove`` is the last call of many programs.
 
+        Args:
+            facts: what this rank is about to do, or would be without a failure.
+            advice: what users should do if ranks disagree.
+            failure: an error of this rank, which is compared in place of the facts.
+
         Raises:
-            DisagreementError: the facts differ; on all ranks.
+            DisagreementError: the facts or failures differ; on all ranks.
+            Exception: ``failure``, if all ranks have the same one.
         """
-        for transfer in self.job(facts, advice):
-            work = transfer.issue()
-            if work is not None:
-                work.wait()
-            del transfer, work
+        if failure is not None:
+            facts = {"call": facts["call"], "problem": f"{type(failure).__name__}: {failure}"}
+        try:
+            for transfer in self.job(facts, advice):
+                work = transfer.issue()
+                if work is not None:
+                    work.wait()
+                del transfer, work
+        except DisagreementError as disagreement:
+            raise disagreement from failure
         deadline = time.monotonic() + 5.0
         while any(sent() is not None for sent in self._sent) and time.monotonic() < deadline:
             time.sleep(0.001)
+        if failure is not None:
+            raise failure
 
     def _differences(self, facts: Facts) -> str:
-        """Return the differences as text. A collective."""
+        """Return the differences as text, with global ranks. A collective."""
         of_all: list[Any] = [None] * self._peers.size
         dist.all_gather_object(of_all, dict(facts), group=self._peers.group)
-        return f"ranks disagree on {', '.join(_differences(of_all))}"
+        ranks = dist.get_process_group_ranks(self._peers.group)
+        return f"ranks disagree on {', '.join(_differences(dict(zip(ranks, of_all, strict=True))))}"
 
 
 def _fingerprint(facts: Facts) -> int:
@@ -121,14 +137,19 @@ def _flat(facts: Facts) -> dict[str, str]:
     return flat
 
 
-def _differences(of_all: Sequence[Facts]) -> list[str]:
-    """Return a text for each fact that differs, with its values and their ranks."""
-    flat = [_flat(facts) for facts in of_all]
+def _differences(of_all: Mapping[int, Facts]) -> list[str]:
+    """Return a text for each fact that differs, with its values and their ranks.
+
+    Args:
+        of_all: rank → facts.
+    """
+    flat = {rank: _flat(facts) for rank, facts in of_all.items()}
     found: list[str] = []
-    for name in dict.fromkeys(name for facts in flat for name in facts):
+    for name in dict.fromkeys([*_ENOUGH, *(name for facts in flat.values() for name in facts)]):
+        absent = "none" if name == "problem" else "nothing"
         ranks: dict[str, list[int]] = {}
-        for rank, facts in enumerate(flat):
-            ranks.setdefault(facts.get(name, "nothing"), []).append(rank)
+        for rank, facts in flat.items():
+            ranks.setdefault(facts.get(name, absent), []).append(rank)
         if len(ranks) > 1:
             found.append(f"{name} ({'; '.join(f'{_short(value)} on {_ranks(who)}' for value, who in ranks.items())})")
             if name in _ENOUGH:

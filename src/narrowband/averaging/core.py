@@ -115,41 +115,27 @@ class Averaging:
     def _connect(self, group: dist.ProcessGroup) -> None:
         """Create everything that depends on the group of ranks. A collective."""
         settings = self._settings
-        ranks = dist.get_process_group_ranks(group)
-        self.layers = Layers(
-            self._parameters,
-            self._norms,
-            settings.compression,
-            min_numel=settings.min_numel,
-            small=settings.small,
-            early_nbytes=settings.early_nbytes,
-            collective=settings.collective,
-            size=len(ranks),
-            rank=dist.get_rank(group),
-        )
-        device = self.layers.parameters.device
+        device = next((p.device for _, p in self._parameters if p.requires_grad), torch.device("cpu"))
         self._loan = borrow(group, device)
         self._peers = Peers.of(self._loan.group)
         everyone = self._peers
         cpu = torch.device("cpu")  # if the group can send from there, comparing facts needs no GPU
         self._agreement = Agreement(everyone, cpu if can_send_from(everyone.group, cpu) else device)
-        self.layers.warn_if_more()
-        self._controller = Controller(settings.policy, self.layers, everyone)
-        if settings.plan is not None:
-            self._controller.follow(settings.plan)
-        kinds = self._kinds()
-        self._open_pairs()
+        kinds, facts, failure = self._chosen_on_this_rank()
         try:
             self._agreement.now(
-                self._set_up_facts(self._set_up_name),
+                facts,
                 f"Call {self._set_up_name} on all ranks with the same arguments for the same model, which has been "
                 "converted to the same memory format before",
+                failure,
             )
             self._controller.check()
             warm_up(kinds, settings.policy, device, everyone, self._agreement, self.layers.collectives)
-        except ValueError:  # raised on all ranks, so no message of the group is left on its way
-            self._loan.give_back()
+        except Exception as error:
+            if error is failure or isinstance(error, ValueError):
+                self._loan.give_back()  # raised on all ranks, so no message of the group is left on its way
             raise
+        self._open_pairs()
 
         observer = self.layers.observer
         clips = observer is not None and math.isfinite(observer.clip)
@@ -171,6 +157,34 @@ class Averaging:
         )
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    def _chosen_on_this_rank(self) -> tuple[list[Compression], Facts, Exception | None]:
+        """Lay out what is compressed with what, by what this rank was given.
+
+        Returns:
+            All specs that layers have now or may get; facts for ranks to compare; and the error, if there was one,
+            such as a plan of another model. It is not raised here, because other ranks wait to compare.
+        """
+        settings = self._settings
+        try:
+            self.layers = Layers(
+                self._parameters,
+                self._norms,
+                settings.compression,
+                min_numel=settings.min_numel,
+                small=settings.small,
+                early_nbytes=settings.early_nbytes,
+                collective=settings.collective,
+                size=self._peers.size,
+                rank=self._peers.rank,
+            )
+            self.layers.warn_if_more()
+            self._controller = Controller(settings.policy, self.layers, self._peers)
+            if settings.plan is not None:
+                self._controller.follow(settings.plan)
+            return self._kinds(), self._set_up_facts(self._set_up_name), None
+        except Exception as error:
+            return [], {"call": self._set_up_name}, error
 
     def _disconnect(self) -> None:
         """Release the group without a collective: some of its ranks may be gone."""

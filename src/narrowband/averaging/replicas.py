@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowband.averaging.agreement import Agreement
-from narrowband.averaging.flat import empty_like, groups_of, local, parts_of, real, rows_of
+from narrowband.averaging.flat import GROUP_NBYTES, empty_like, groups_of, local, parts_of, real, rows_of
 from narrowband.averaging.who import ddps_in
 from narrowband.collectives import Peers, can_send_from
 from narrowband.errors import UnsupportedError
@@ -144,6 +144,8 @@ def _check_same(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | 
     cpu = torch.device("cpu")
     facts: Facts = {
         "call": "copy the first rank's parameters and buffers",
+        # Other versions of this library might cut tensors into other pieces.
+        "pieces": f"{GROUP_NBYTES} bytes in {_PIECE_NBYTES}",
         "parameter or buffer": {name: f"{at}: {tuple(x.shape)}, {x.dtype}" for at, (name, x) in enumerate(named)},
     }
     Agreement(peers, cpu if can_send_from(peers.group, cpu) else device).now(

@@ -11,7 +11,6 @@ from narrowband import kernels
 from narrowband.codecs import TopK
 from narrowband.codecs.quantized import GroupedCodec
 from narrowband.collectives import Operand, Peers, collective
-from narrowband.errors import DisagreementError
 from narrowband.feedback import Feedback, compression
 from narrowband.kernels.compiling import announced
 
@@ -60,7 +59,8 @@ def warm_up(
         collectives: those that layers use.
 
     Raises:
-        DisagreementError: the warm-up failed on some ranks. Raised on all ranks.
+        DisagreementError: the warm-up failed on some ranks, or in different ways. Raised on all ranks.
+        Exception: the error of the warm-up, if all ranks have the same one.
     """
     sparse = "sparse_reduce" in {kind.name for kind in collectives}
     method = f"{kinds[0]}" if policy is None else f"{policy.name} over {kinds[0]}"
@@ -77,27 +77,7 @@ def warm_up(
                         policy.warm_up()
             except Exception as error:  # other ranks wait for this one and must be told
                 failure = error
-        _raise_on_all(agreement, failure)
-
-
-def _raise_on_all(agreement: Agreement, failure: Exception | None) -> None:
-    """Wait for all ranks, and raise an error on all of them if the warm-up failed on any. A collective.
-
-    Args:
-        agreement: of these ranks.
-        failure: the error of this rank's warm-up, if there was one.
-
-    Raises:
-        DisagreementError: the warm-up failed on some ranks, or in different ways.
-        Exception: ``failure``, if all ranks have the same one.
-    """
-    problem = "none" if failure is None else f"{type(failure).__name__}: {failure}"
-    try:
-        agreement.now({"call": "warm_up", "problem": problem}, FAILED)
-    except DisagreementError as disagreement:
-        raise disagreement from failure
-    if failure is not None:
-        raise failure
+        agreement.now({"call": "warm_up"}, FAILED, failure)
 
 
 def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:

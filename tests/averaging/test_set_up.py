@@ -1,0 +1,82 @@
+"""Errors of set-up: what one rank is given wrongly is an error on all, which names that rank as users know it."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import narrowband as nb
+from narrowband.adapt import LayerPlan, Plan
+from tests.gradients.training import refusal
+from tests.ranks import run_ranks
+
+SPEC = "topk:density=0.1+ef"
+NET = {"0.weight": (64, 48), "1.weight": (48, 64)}
+
+
+def net():
+    return nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 48))
+
+
+def plan_of(specs, shapes=NET):
+    return Plan(tuple(LayerPlan(name, shapes[name], spec, 1.0, None) for name, spec in specs.items()), "by hand", 2)
+
+
+GOOD = plan_of(dict.fromkeys(NET, SPEC))
+#: What one rank is given, in place of a plan that all have; and what all are told of it.
+WRONG = {
+    "another model": (
+        {"spec": plan_of({"0.weight": SPEC, "2.weight": SPEC}, NET | {"2.weight": (8, 8)})},
+        "ValueError: this is the plan of another model: it lacks 1.weight",
+    ),
+    "mixed": (
+        {"spec": plan_of({"0.weight": SPEC, "1.weight": "dgc:density=0.1"})},
+        "ValueError: '1.weight' cannot have 'dgc:density=0.1'",
+    ),
+    "small": ({"spec": SPEC, "small": "qsgd:bits=4"}, "ValueError: 'small' cannot have 'qsgd:bits=4'"),
+}
+
+
+def given_wrongly(rank, world_size, way, wrong, on):
+    """What ranks raise of which some are given something wrong, and how many steps they make together afterwards."""
+    model = net()
+    set_up = {"Averager": nb.Averager, "compress_gradients": nb.compress_gradients}[way]
+    own = wrong if rank in on else {"spec": GOOD}
+    refused = refusal(lambda: set_up(model, own["spec"], **{key: own[key] for key in own if key != "spec"}))
+    averager = nb.Averager(net(), GOOD)
+    averager.average()
+    return refused, averager.step
+
+
+@pytest.mark.parametrize("way", ["Averager", "compress_gradients"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_one_rank_is_given_wrongly_is_an_error_on_all(way, kind):
+    wrong, words = WRONG[kind]
+    for refused, steps in run_ranks(given_wrongly, 2, way, wrong, [1], timeout_s=60.0):
+        assert refused[0] == "DisagreementError"
+        assert f"problem (none on rank 0; {words}" in refused[1]
+        assert f"Call {way} on all ranks with the same arguments" in refused[1]
+        assert steps == 1
+
+
+def test_what_all_ranks_are_given_wrongly_is_the_error_itself():
+    wrong, words = WRONG["mixed"]
+    for refused, steps in run_ranks(given_wrongly, 2, "Averager", wrong, [0, 1], timeout_s=60.0):
+        assert f"{refused[0]}: {refused[1]}".startswith(words)
+        assert steps == 1
+
+
+def in_a_part(rank, world_size):
+    """What is said among ranks 1 and 2, which have other ranks in their group."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    return refusal(lambda: nb.Averager(net(), "qsgd:bits=4", seed=rank, process_group=group))
+
+
+def test_ranks_are_named_as_in_the_whole_program():
+    _, *refused = run_ranks(in_a_part, 3)
+    for kind, text in refused:
+        assert kind == "DisagreementError"
+        assert "ranks disagree on seed (1 on rank 1; 2 on rank 2)" in text
