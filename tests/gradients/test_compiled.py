@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,10 +34,10 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, widths=(16, WIDTH, WIDTH, WIDTH, 4)):
         super().__init__()
         torch.manual_seed(1)
-        self.layers = nn.ModuleList([Layer(16, WIDTH), Layer(WIDTH, WIDTH), Layer(WIDTH, WIDTH), Layer(WIDTH, 4)])
+        self.layers = nn.ModuleList([Layer(*pair) for pair in itertools.pairwise(widths)])
 
     def forward(self, x):
         for layer in self.layers:
@@ -136,7 +138,7 @@ def by_compiled_autograd(rank, world_size):
     found = {}
     for kind in ("plain", "sharded", "ddp"):
         torch.compiler.reset()
-        model = Net()
+        model = Net((16, 64, 4))
         group = sharded(model) if kind == "sharded" else None
         model = wrap(model) if kind == "ddp" else model
         handle = nb.compress_gradients(model, "topk:density=0.05+ef", process_group=group)
@@ -144,7 +146,7 @@ def by_compiled_autograd(rank, world_size):
         with compiled_autograd._enable(torch.compile(backend="eager")):
             found[kind] = (*refusal(loss.backward), handle.step)
     with config.patch(optimize_ddp="python_reducer"):
-        reducer = wrap(Net())
+        reducer = wrap(Net((16, 4)))
     found["reducer"] = (*refusal(lambda: nb.compress_gradients(reducer, "none")), 0)
     return found
 

@@ -16,8 +16,8 @@ from tests.thorough import thorough
 from tests.torches import since_2_12
 
 
-def sharded(world_size, **options):
-    model, mesh = Net(), mesh_of(world_size)
+def sharded(world_size, model, **options):
+    mesh = mesh_of(world_size)
     for layer in (*model.layers, model):
         fully_shard(layer, mesh=mesh, **options)
     return model
@@ -29,7 +29,7 @@ def batch(rank, step):
 
 def trained(rank, world_size, how, backend):
     """Parameters and bytes after some steps."""
-    model, step = sharded(world_size), step_of
+    model, step = sharded(world_size, Net()), step_of
     handle = nb.compress_shards(model, **FINE)
     called = model
     if how == "the layers":
@@ -73,14 +73,14 @@ def by_compiled_autograd(rank, world_size):
     found = {}
     for kept in (True, False):
         torch.compiler.reset()
-        model = sharded(world_size, reshard_after_forward=not kept)
+        model = sharded(world_size, Net((16, 64, 4)), reshard_after_forward=not kept)
         handle = nb.compress_shards(model, **FINE)
         loss = model(batch(rank, 0)).square().mean()
         with compiled_autograd._enable(torch.compile(backend="eager")):
             said = refusal(loss.backward)
         handle.remove()
         found[kept] = said
-    other = sharded(world_size)
+    other = sharded(world_size, Net((16, 64, 4)))
     nb.compress_shards(other, **FINE)
     step_of(other, batch(rank, 0))
     return found, all(p.grad is not None for p in other.parameters())
