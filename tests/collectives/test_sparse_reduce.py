@@ -73,7 +73,7 @@ def summed(rank, size, spec, kind, steps):
     "spec", ["topk:density=0.05+ef", "threshold:value=2.5+ef", *thorough("topk:density=0.05,select=sampled+ef")]
 )
 def test_what_was_delivered_and_what_waits_are_all_there_was(size, kind, spec):
-    answers = run_ranks(summed, size, spec, kind, 12)
+    answers = run_ranks(summed, size, spec, kind, 8)
     for i, total in enumerate(answers[0][0]):
         kept = sum(answer[2][i].double() for answer in answers) / size
         torch.testing.assert_close(answers[0][1][i] + kept, total, rtol=1e-5, atol=1e-5 * (1000 if i == 0 else 1))
@@ -318,10 +318,10 @@ def trained(rank, size, spec, steps):
     ],
 )
 def test_models_learn_and_are_equal(spec):
-    answers = run_ranks(trained, 3, spec, 30)
+    answers = run_ranks(trained, 3, spec, 15)
     for parameters, losses, total in answers:
         assert torch.equal(parameters, answers[0][0])
-        assert losses[-1] < 0.8 * losses[0]
+        assert losses[-1] < 0.9 * losses[0]
         assert total.relative_error is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -22,6 +23,21 @@ SPECS = [
 BAD = 3
 
 
+def leaves_no_trace(fn):
+    """Ranks are used again: afterwards the host decides as before."""
+
+    @functools.wraps(fn)
+    def called(*arguments):
+        before = steps.AHEAD
+        try:
+            return fn(*arguments)
+        finally:
+            steps.AHEAD = before
+
+    return called
+
+
+@leaves_no_trace
 def trained(rank, world_size, spec, ahead, bad, options):
     """Parameters, residuals and counters after some steps, in one of which a gradient of one rank is inf."""
     steps.AHEAD = {"cpu"} if ahead else set()
@@ -46,6 +62,7 @@ def trained(rank, world_size, spec, ahead, bad, options):
     return flat(model), residuals(handle), torch.stack(averages), handle.stats().total.skipped, waited
 
 
+@leaves_no_trace
 def averaged(rank, world_size, spec, ahead):
     """Averages of a loop of one's own, and residuals; the gradient of one rank is inf in one step."""
     steps.AHEAD = {"cpu"} if ahead else set()
@@ -92,6 +109,7 @@ def test_what_the_device_decides_is_what_the_host_would(spec, bad):
         assert not any(never)
 
 
+@leaves_no_trace
 def small_in_16_bits(rank, world_size):
     """Whether a step goes ahead; and the averages of a bias in another dtype, which is compressed along with others."""
     steps.AHEAD = {"cpu"}
@@ -110,6 +128,7 @@ def test_where_a_vector_of_small_parameters_is_no_float32_the_host_waits():
         torch.testing.assert_close(average, torch.full((90,), 1.5), rtol=0.02, atol=0)
 
 
+@leaves_no_trace
 def damaged(rank, world_size):
     """What the gradients are after a damaged payload, and what the step after it says."""
     steps.AHEAD = {"cpu"}

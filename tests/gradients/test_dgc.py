@@ -98,9 +98,9 @@ def frozen_steps(rank, world_size, spec, steps, rates=None, **options):
     "keys", ["", ",nesterov=true,masking=false,momentum=0.8", *thorough(",nesterov=true", ",masking=false")]
 )
 @pytest.mark.parametrize("clip", ["", ",clip=0.15"])
-def test_thirty_steps_of_four_ranks_follow_the_paper(keys, clip):
-    spec = f"dgc:density=0.03,warmup_steps=12{keys}{clip}"
-    ranks, steps = 4, 30
+def test_steps_of_four_ranks_follow_the_paper(keys, clip):
+    spec = f"dgc:density=0.03,warmup_steps=6{keys}{clip}"
+    ranks, steps = 4, 14
     results = run_ranks(frozen_steps, ranks, spec, steps)
     method = nb.compression(spec).feedback
     shapes = [p.shape for p in mlp().parameters()]
@@ -121,7 +121,7 @@ def test_thirty_steps_of_four_ranks_follow_the_paper(keys, clip):
             expected = derived[i].step(gradients[i] * factors[:, None], k)
             for result in results:
                 torch.testing.assert_close(result[step][i].double(), expected, rtol=2e-4, atol=2e-6)
-    assert clipped > 100 if clip else not clipped
+    assert clipped > 0.8 * ranks * steps if clip else not clipped
 
 
 @pytest.mark.parametrize("keys", [",nesterov=true", *thorough("", ",masking=false")])
