@@ -85,6 +85,51 @@ def test_a_step_may_have_several_backward_passes_of_which_fsdp2_knows_the_last()
         assert torch.equal(ours, native)
 
 
+#: Ways to train with FSDP2: a model, a step's number and this rank → a step's gradients.
+WAYS = {
+    "accumulated": lambda model, step, rank: (
+        model.set_requires_gradient_sync(False),
+        loss_of(model, 10 + step, rank).backward(),
+        model.set_requires_gradient_sync(True),
+        loss_of(model, step, rank).backward(),
+    ),
+    "not resharded after backward": lambda model, step, rank: (
+        model.set_reshard_after_backward(False),
+        loss_of(model, 10 + step, rank).backward(),
+        model.set_reshard_after_backward(True),
+        loss_of(model, step, rank).backward(),
+    ),
+    "two forward passes": lambda model, step, rank: (
+        loss_of(model, step, rank) + loss_of(model, 10 + step, rank)
+    ).backward(),
+    "gathered before": lambda model, step, rank: (model.unshard(), loss_of(model, step, rank).backward()),
+}
+
+
+def in_all_ways(rank, world_size):
+    """Names of ways in which parameters are others than those of FSDP2 alone."""
+    differ = []
+    for name, way in WAYS.items():
+        found = []
+        for ours in (True, False):
+            model = shard(mlp(), mesh_of(world_size))
+            if ours:
+                compress(model, gradients="none", parameters="none")
+            optimizer = adamw(model)
+            for step in range(3):
+                optimizer.zero_grad(set_to_none=False)
+                way(model, step, rank)
+                optimizer.step()
+            found.append(whole(model))
+        if not torch.equal(*found):
+            differ.append(name)
+    return differ
+
+
+def test_gradients_are_those_of_fsdp2_in_whatever_passes_they_come():
+    assert run_ranks(in_all_ways, 2) == [[], []]
+
+
 @pytest.mark.parametrize(("ranks", "options"), [(3, "plain"), (4, "bf16"), *thorough((2, "offload"), (4, "columns"))])
 def test_eight_bits_train_like_fsdp2(ranks, options):
     """With three ranks shards are uneven, and padded."""

@@ -124,7 +124,8 @@ class Controller:
         self._looked = False
         self._sums.clear()
         if not text:
-            log.error("step %d: the policy failed on rank 0 (see the log of rank 0); every layer keeps its spec", step)
+            first = 0 if self._peers.group is None else dist.get_global_rank(self._peers.group, 0)
+            log.error("step %d: the policy failed on rank %d (see its log); every layer keeps its spec", step, first)
             return False
         self.follow(Plan.from_json(text.decode()))
         return True
