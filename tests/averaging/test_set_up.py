@@ -1,14 +1,15 @@
-"""Errors of set-up: what one rank is given wrongly is an error on all, which names that rank as users know it."""
+"""Set-up: what one rank is given wrongly is an error on all, which names that rank as users know it; and warnings."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import narrowband as nb
 from narrowband.adapt import LayerPlan, Plan
-from tests.gradients.training import refusal
+from tests.gradients.training import heard, refusal
 from tests.ranks import run_ranks
 
 SPEC = "topk:density=0.1+ef"
@@ -80,3 +81,24 @@ def test_ranks_are_named_as_in_the_whole_program():
     for kind, text in refused:
         assert kind == "DisagreementError"
         assert "ranks disagree on seed (1 on rank 1; 2 on rank 2)" in text
+
+
+def with_wider_gradients(rank, world_size, way, wide):
+    """What is said of parameters in 16 bits whose gradients may have 32."""
+    model = net().bfloat16()
+    if wide:
+        for p in model.parameters():
+            p.grad_dtype = torch.float32
+    with heard() as messages:
+        {"Averager": nb.Averager, "compress_gradients": nb.compress_gradients}[way](model, "qsgd:bits=4")
+    return messages
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no gradients of another dtype")
+@pytest.mark.parametrize("way", ["Averager", "compress_gradients"])
+@pytest.mark.parametrize("wide", [True, False])
+def test_that_gradients_are_rounded_to_their_parameters_is_said_by_one_rank(way, wide):
+    said, others = run_ranks(with_wider_gradients, 2, way, wide)
+    assert others == []
+    expected = ["gradients of 0.weight and 3 more are rounded to the dtype of their parameters to be averaged"]
+    assert said == expected * wide

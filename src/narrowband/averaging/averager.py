@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from narrowband.averaging.flat import Form, empty_like, groups_of, local, parts_of, real
 from narrowband.averaging.handle import Handle
-from narrowband.averaging.parameters import norms_of, sparse_of
+from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import check_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 
@@ -98,6 +98,8 @@ class Averager(Handle):
         self._sparse = sparse_of(tensors) if isinstance(tensors, nn.Module) else set()
         self._module = weakref.ref(tensors) if isinstance(tensors, nn.Module) else None
         super().__init__(pairs, norms, settings, group, set_up="Averager", step="average")
+        if warning := rounded(pairs):
+            self.layers.warn_once(warning)
 
     @torch.no_grad()
     def average(self) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "norms_of",
     "refuse_unaveraged",
     "refuse_valueless",
+    "rounded",
     "sparse_of",
 ]
 
@@ -274,6 +275,17 @@ def refuse_valueless(named: Iterable[tuple[str, Tensor]], set_up: str) -> None:
             f"{found[0]}{more} no values yet (meta device, or a lazy module). Initialize the model before {set_up}: "
             "call to_empty() and set the parameters, or run a forward pass of lazy modules"
         )
+
+
+def rounded(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a warning about parameters whose gradients have another dtype than they (``grad_dtype``), since gradients
+    are averaged in the dtype of the parameter; an empty text if there are none.
+    """
+    found = [name for name, p in named if p.requires_grad and getattr(p, "grad_dtype", None) not in (None, p.dtype)]
+    if not found:
+        return ""
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"gradients of {found[0]}{more} are rounded to the dtype of their parameters to be averaged"
 
 
 def norms_of(model: nn.Module) -> list[Tensor]:

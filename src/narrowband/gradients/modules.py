@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from narrowband.averaging.averager import deliver, end_to_end
 from narrowband.averaging.core import BROKE_OFF, is_in_backward
 from narrowband.averaging.flat import groups_of
-from narrowband.averaging.parameters import norms_of, sparse_of
+from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.who import averaged_by, bare, ddp_around, forget, remember, units_of
 from narrowband.collectives import borrow
@@ -112,6 +112,8 @@ class ModuleCompression(GradientCompression):
                 f"{', '.join(whole)} are in no module that fully_shard was called with. The ranks of a replica do not "
                 "average their gradients, so these parameters become different on each: call fully_shard(model) too"
             )
+        if warning := rounded(module.named_parameters()):
+            self.layers.warn_once(warning)
         self._reset()
         self._steps = Steps(self, by_tensor) if self.size > 1 else None
         own = weakref.ref(self)
