@@ -29,7 +29,7 @@ def batch(rank, step):
 
 def trained(rank, world_size, how, backend):
     """Parameters and bytes after some steps."""
-    model, step = sharded(world_size, Net()), step_of
+    model, step = sharded(world_size, Net((16, 128, 128, 4))), step_of
     handle = nb.compress_shards(model, **FINE)
     called = model
     if how == "the layers":

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import narrowband as nb
 from tests.gradients.shards import shard, whole
-from tests.gradients.training import adamw, loss_of, mlp, refusal
+from tests.gradients.training import loss_of, mlp, refusal
 from tests.ranks import run_ranks
-from tests.sharding.training import FINE, compress, mesh_of, train
+from tests.sharding.training import FINE, adamw, compress, mesh_of, train
 
 DRAWS = 30
 

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 from narrowband.sharding import setup
 from tests.gradients.shards import shard
-from tests.gradients.training import adamw, heard, mlp, refusal
+from tests.gradients.training import heard, mlp, refusal
 from tests.ranks import RankError, run_ranks
-from tests.sharding.training import FINE, compress, mesh_of, train
+from tests.sharding.training import FINE, adamw, compress, mesh_of, train
 
 
 def refusals(rank, world_size):

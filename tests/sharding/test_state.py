@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.gradients.shards import shard, whole
-from tests.gradients.training import adamw, mlp, refusal
+from tests.gradients.training import mlp, refusal
 from tests.ranks import run_ranks
-from tests.sharding.training import FINE, OPTIONS, compress, mesh_of, train
+from tests.sharding.training import FINE, OPTIONS, adamw, compress, mesh_of, train
 
 
 def odd():
