@@ -180,15 +180,15 @@ def test_where_one_rank_cannot_share_memory_none_does(job):
 def learns(rank, world_size, spec):
     model = wrap(mlp(), cap=TINY)
     handle = compress(model, spec, nodes=2, min_numel=32)
-    return train(model, rank, [0] * 25, sgd(model, 0.2)), handle.buckets, handle.step
+    return train(model, rank, [0] * 40, sgd(model, 0.2)), handle.buckets, handle.step
 
 
 @pytest.mark.parametrize("spec", ["topk:density=0.1+ef", *thorough("powersgd:rank=2,min_ratio=1")])
 def test_models_learn(spec):
     for losses, buckets, steps in run_ranks(learns, 4, spec):
-        assert losses[-1] < 0.8 * losses[0]
+        assert losses[-1] < 0.7 * losses[0]
         assert sum(map(len, buckets)) == 4
-        assert steps == 25
+        assert steps == 40
 
 
 def planned(rank, world_size):
