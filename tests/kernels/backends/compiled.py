@@ -1,7 +1,8 @@
 """Compiles every Triton loop for a GPU, without one, and prints what the machine code must not hold or take, as JSON.
 
 ``python -m tests.kernels.backends.compiled CAPABILITY``, without ``TRITON_INTERPRET``. Wrappers are called with small
-tensors, and where they would start a loop it is compiled instead.
+tensors, and where they would start a loop it is compiled instead: once with every dtype, every constant and every number
+of warps that it is called with. With ``every`` as a second argument, all combinations of these that occur are compiled.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -65,14 +67,20 @@ def _stack(cubin: bytes) -> int:
     return int(re.search(r"STACK:(\d+)", told)[1])
 
 
-def main(capability: int) -> None:
+def main(capability: int, *, every: bool) -> None:
     found: dict[str, list[str]] = {}
+    forms: dict[Any, set[Any]] = {}  # loop → what it has been compiled with
 
     torch.empty = torch.zeros  # nothing is computed, and what is read should be possible
 
     def compiled(loop, programs, *arguments, on, num_warps=4, **constants):
         names = [name for name in loop.arg_names if name not in constants]
         types = {name: _type(value) for name, value in zip(names, arguments, strict=True)}
+        parts = {*types.items(), *constants.items(), ("warps", num_warps)}
+        form, known = {frozenset(parts)} if every else parts, forms.setdefault(loop, set())
+        if form <= known:
+            return
+        known |= form
         source = ASTSource(fn=loop, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
         target = GPUTarget("cuda", capability, 32)
         binary = triton.compile(source, target=target, options={"enable_fp_fusion": False, "num_warps": num_warps})
@@ -87,9 +95,8 @@ def main(capability: int) -> None:
         importlib.import_module(f"narrowband.kernels.cuda.{family}").run = compiled
     x, half = torch.randn(5000), torch.empty(5000, dtype=torch.bfloat16)
     out = torch.zeros(20_000, dtype=torch.uint8)
-    for scale, bits, stochastic in (
-        ("minmax", 4, True), ("minmax", 7, False), ("absmax", 8, True), ("l2", 3, True), ("mean", 1, False),
-    ):  # fmt: skip
+    quantizers = [("minmax", 4, True), ("absmax", 8, True), ("l2", 3, True), ("mean", 1, False)]
+    for scale, bits, stochastic in [*quantizers, ("minmax", 7, False)] if every else quantizers:
         cuda.quantize_groups(x, out, bits=bits, group=128, scale=scale, stochastic=stochastic)
         for group in (100, 128):
             cuda.dequantize_groups(out, x, bits=bits, group=group, scale=scale, weight=0.5, accumulate=stochastic)
@@ -190,4 +197,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), every="every" in sys.argv[2:])

@@ -20,11 +20,11 @@ from tests.thorough import thorough
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-@pytest.mark.parametrize("capability", [90, *thorough(80)])
-def test_every_loop_compiles_for_a_gpu_rounds_every_operation_and_needs_little_stack(capability, tmp_path):
+@pytest.mark.parametrize("form", ["90", *thorough("90 every", "80 every")])
+def test_every_loop_compiles_for_a_gpu_rounds_every_operation_and_needs_little_stack(form, tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.kernels.backends.compiled", str(capability)]
+    command = [sys.executable, "-m", "tests.kernels.backends.compiled", *form.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert not done.returncode, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,10 @@
-"""``torch.set_default_device`` and ``with torch.device(…)`` change nothing: each tensor says where it is made.
+"""``torch.set_default_device``, ``with torch.device(…)`` and ``torch.set_default_dtype`` change nothing: each tensor
+says where it is made and what its elements are.
 
 The default device is "meta" here, which every machine has, and where no tensor has numbers: what is made there by
-mistake raises at once, or makes NaN of a loss.
+mistake raises at once, or makes NaN of a loss. The default dtype is another one than float32 at the same time, which
+changes the bits of losses. Models and data are float32, and made before the defaults change, as those of users are who
+load them.
 """
 
 from __future__ import annotations
@@ -32,26 +35,37 @@ from tests.ranks import run_ranks
 STEPS = 4
 
 
-def elsewhere_and_here(run, *args):
-    """What ``run`` returns where the default device is "meta", and where it is not set. In this order, so that what is
-    done once in a process is done there.
+@contextlib.contextmanager
+def defaults(device, dtype):
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(former)
+
+
+def by_both(dtype, run, *args):
+    """What ``run`` returns where the defaults are "meta" and this dtype, and where none is set. In this order, so that
+    what is done once in a process is done under the former.
 
     ``run`` makes models and data, which are the user's, before it enters the context that it is given.
     """
     found = []
-    for device in ("meta", None):
+    for context in (lambda: defaults("meta", dtype), contextlib.nullcontext):
         torch.manual_seed(0)
-        found.append(run(lambda device=device: torch.device(device) if device else contextlib.nullcontext(), *args))
-        assert torch.get_default_device().type == "cpu"
+        found.append(run(context, *args))
+        assert (torch.get_default_device().type, torch.get_default_dtype()) == ("cpu", torch.float32)
     return found
 
 
 def assert_equal(ranks):
     """Losses are the same to the bit, and so are none of them NaN."""
     for of_rank in ranks:
-        for case, (elsewhere, here) in of_rank.items():
-            assert elsewhere == here, case
-            assert here, case
+        for case, (under_others, expected) in of_rank.items():
+            assert under_others == expected, case
+            assert expected, case
 
 
 def losses_of(model, batches, optimizer, before_step=lambda: None):
@@ -114,15 +128,15 @@ def under_ddp(context, spec, rank, options):
     return losses
 
 
-def gradients(rank, world_size, kernels):
+def gradients(rank, world_size, kernels, dtype):
     os.environ["NARROWBAND_KERNELS"] = kernels
     cases = [*((spec, {}) for spec in GRADIENTS), *WITH_OPTIONS]
-    return {f"{spec} {options}": elsewhere_and_here(under_ddp, spec, rank, options) for spec, options in cases}
+    return {f"{spec} {options}": by_both(dtype, under_ddp, spec, rank, options) for spec, options in cases}
 
 
-@pytest.mark.parametrize("kernels", ["", "reference"])
-def test_gradients_under_ddp(kernels):
-    assert_equal(run_ranks(gradients, 2, kernels, timeout_s=120.0, fresh=True))
+@pytest.mark.parametrize(("kernels", "dtype"), [("", torch.float64), ("reference", torch.bfloat16)])
+def test_gradients_under_ddp(kernels, dtype):
+    assert_equal(run_ranks(gradients, 2, kernels, dtype, timeout_s=120.0, fresh=True))
 
 
 def by_averager(context, rank):
@@ -178,10 +192,13 @@ def shards(context, rank):
 
 
 def averages(rank, world_size):
-    found = {"averager": elsewhere_and_here(by_averager, rank), "times": elsewhere_and_here(times_of_buckets, rank)}
+    found = {
+        "averager": by_both(torch.bfloat16, by_averager, rank),
+        "times": by_both(torch.bfloat16, times_of_buckets, rank),
+    }
     for spec, options in UPDATES:
-        found[f"updates {spec} {options}"] = elsewhere_and_here(updates, rank, spec, options)
-    return found | {"shards": elsewhere_and_here(shards, rank)}
+        found[f"updates {spec} {options}"] = by_both(torch.bfloat16, updates, rank, spec, options)
+    return found | {"shards": by_both(torch.bfloat16, shards, rank)}
 
 
 def test_averages_updates_and_shards():
@@ -208,7 +225,7 @@ def activations(context, options):
 
 
 def saved(rank, world_size, cases):
-    return {str(options): elsewhere_and_here(activations, options) for options in cases}
+    return {str(options): by_both(torch.float64, activations, options) for options in cases}
 
 
 def test_activations():
@@ -255,8 +272,8 @@ def in_one_place(context, forward):
 def pipelines(rank, world_size):
     found = {}
     for spec in ("topk:density=0.2+ef21", "qsgd:bits=6+aq-sgd", "topk:density=0.2,scope=sample"):
-        found[f"boundary {spec}"] = elsewhere_and_here(in_one_place, spec)
-        found[f"stages {spec}"] = elsewhere_and_here(in_stages, rank, spec)
+        found[f"boundary {spec}"] = by_both(torch.bfloat16, in_one_place, spec)
+        found[f"stages {spec}"] = by_both(torch.bfloat16, in_stages, rank, spec)
     return found
 
 
@@ -279,8 +296,8 @@ def coded(context, shuffle, options):
 
 def coded_ranks(rank, world_size):
     return {
-        "shuffled": elsewhere_and_here(coded, True, {}),
-        "in order": elsewhere_and_here(coded, False, {"bits": 16}),
+        "shuffled": by_both(torch.float64, coded, True, {}),
+        "in order": by_both(torch.float64, coded, False, {"bits": 16}),
     }
 
 
@@ -302,35 +319,41 @@ PROGRAMS = {"bench", "cli", "lab", "report"}
 #: What a default device acts on, as PyTorch has it, in names that are looked up in ``torch``.
 CONSTRUCTORS = {f.__name__ for f in _device_constructors()}
 
+#: Those whose integers are int64 whatever the default is.
+OF_INTEGERS = {"randint", "randperm", "tril_indices", "triu_indices"}
 
-def without_device(source):
-    """The lines on which a tensor is made of which nothing says where."""
+
+def incomplete(source):
+    """(line, what is missing) where a tensor is made of which nothing says where, or what its elements are."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name), keywords=keywords):
-                if name in CONSTRUCTORS and not any(keyword.arg == "device" for keyword in keywords):
-                    found.append(node.lineno)
+                needed = {"device"} if name in OF_INTEGERS else {"device", "dtype"}
+                if name in CONSTRUCTORS:
+                    found += [(node.lineno, what) for what in needed - {keyword.arg for keyword in keywords}]
             case ast.ImportFrom(module="torch", names=names) if CONSTRUCTORS & {alias.name for alias in names}:
-                found.append(node.lineno)  # would hide its calls from this test
+                found.append((node.lineno, "torch"))  # would hide its calls from this test
     return found
 
 
-def test_what_has_no_device_is_found():
+def test_what_has_no_device_or_dtype_is_found():
     source = """
 import torch
 from torch import zeros
 
-x = torch.empty(3)
-y = torch.tensor([1], dtype=torch.int32, device=x.device)
-z = torch.zeros_like(torch.full((2,), 1.0)), x.new_empty(3), torch.frombuffer(b"123")
+x = torch.empty(3, dtype=torch.int32)
+y = torch.tensor([1], dtype=torch.int32, device=x.device), torch.randperm(3, device=x.device)
+z = torch.zeros_like(torch.full((2,), 1.0)), x.new_empty(3), torch.frombuffer(b"123", dtype=torch.uint8)
+w = torch.empty(3, device="cpu"), torch.randperm(3)
 """
-    assert sorted(without_device(source)) == [3, 5, 7]
+    lines = [(3, "torch"), (5, "device"), (7, "device"), (7, "dtype"), (8, "device"), (8, "dtype")]
+    assert sorted(incomplete(source)) == lines
     assert {"empty", "tensor", "zeros", "arange", "randn", "asarray"} <= CONSTRUCTORS
 
 
-def test_every_tensor_says_its_device():
+def test_every_tensor_says_its_device_and_dtype():
     files = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in PROGRAMS]
     assert len(files) > 100
-    found = {f"{path}:{line}" for path in files for line in without_device(path.read_text())}
+    found = {f"{path}:{line} has no {what}" for path in files for line, what in incomplete(path.read_text())}
     assert not found
