@@ -16,7 +16,7 @@ import narrowband as nb
 from narrowband import kernels
 from narrowband.collectives import check, choose
 from narrowband.errors import PayloadError, UnsupportedError
-from tests.codecs.common import backend, tensors, values
+from tests.codecs.common import backend, bits_of, tensors, values
 
 densities = st.floats(1e-4, 1.0)
 every_backend = pytest.mark.parametrize("name", ["cpu", "reference"])
@@ -59,6 +59,29 @@ def test_topk_contracts_by_its_density(x, density):
         delta = codec.kept(x.shape) / x.numel()
         norm = float((x.double() ** 2).sum())
         assert codec.squared_error(x) <= (1 - delta) * norm * (1 + 1e-9)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "select=sampled",
+        "scope=sample,values=fp16",
+        "values=int8,indices=int32",
+        "values=int2,tile=8x8",
+        "mean=senders",
+    ],
+)
+def test_what_a_payload_adds_can_be_read_and_added_later(name, rest):
+    codec, x = nb.codec(f"topk:density=0.2,{rest}"), torch.randn(30, 40, generator=torch.Generator().manual_seed(0))
+    with backend(name):
+        payload, base = codec.encode(x, seed=3), x.sin().round().neg()  # which has zeros of both signs
+        added = codec.added(payload, x.shape)
+        later = base.clone()
+        kernels.sparse_accumulate(later.view(-1), *added)
+        assert bits_of(later) == bits_of(codec.decode(payload, base, accumulate=True))
+        with pytest.raises(nb.PayloadError):
+            codec.added(payload[:-1], x.shape)
 
 
 @every_backend

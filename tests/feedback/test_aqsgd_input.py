@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import narrowband as nb
+from narrowband.codecs import sparse
 from narrowband.feedback import AQSGD
 from tests.codecs.common import bits_of
 from tests.feedback.samples import KEY, SHAPE, Pair, every_codec, one_sample
@@ -177,3 +178,16 @@ def test_a_damaged_part_is_refused_and_no_sample_is_taken_in():
     with pytest.raises(nb.PayloadError):
         ends.receiver.unpack(KEY, payload, torch.empty(2, *SHAPE), ends.codec, samples=ids, seed=0)
     assert [bits_of(ends.receiver._stores[KEY].row(sample)) for sample in (1, 2)] == before
+
+
+@pytest.mark.parametrize("indices", ["elias-fano", "int32"])
+def test_the_receiver_reads_the_indices_of_each_sample_once(indices, monkeypatch):
+    ends, ids = Pair(f"topk:density=0.1,indices={indices}"), torch.tensor([2, 1])
+    ends.send(torch.stack([one_sample(2, 0), one_sample(1, 0)]), ids)
+    x = torch.stack([one_sample(2, 1), one_sample(1, 1)])
+    payload = ends.sender.pack(KEY, x, ends.codec, samples=ids, seed=0, arrived=x)
+    read, reads = sparse.read_indices, []
+    monkeypatch.setattr(sparse, "read_indices", lambda *given: reads.append(given) or read(*given))
+    out = ends.receiver.unpack(KEY, payload, torch.empty_like(x), ends.codec, samples=ids, seed=0)
+    assert len(reads) == 2
+    assert bits_of(out) == bits_of(x)

@@ -518,6 +518,19 @@ class SelectingCodec(Codec):
         self.decode(payload, dense)
         return at, dense.view(-1).index_select(0, at)
 
+    def added(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+        """Return what decoding adds to a float32 tensor of this shape, so that a payload is read once.
+
+        Returns:
+            (int32 indices, float32 values) for :func:`narrowband.kernels.sparse_accumulate`, which then gives the bits
+            of :meth:`decode` with ``accumulate``. None: only :meth:`decode` gives them.
+
+        Raises:
+            PayloadError: the payload is not that of a tensor of this shape.
+        """
+        del payload, shape
+        return None
+
     @abstractmethod
     def places(self, payload: Tensor, shape: Shape) -> Tensor:
         """Return the indices that a payload names: int32, ascending, into the flat tensor.

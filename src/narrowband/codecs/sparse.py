@@ -222,6 +222,11 @@ class TopK(SelectingCodec):
             raise PayloadError(f"damaged payload: it names {at.numel()} elements, but {self} keeps {k}")
         return _padded(at, values, k, n)
 
+    def added(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+        if self.indices == "runs":  # of damaged runs, those too many are seen by elements() alone
+            return None
+        return self._read(self._checked(payload, shape, torch.float32), shape, numel_of(shape))
+
     def encode_at(self, x: Tensor, places: Tensor) -> Tensor:
         values = x.detach().reshape(-1).index_select(0, places).float()
         if places.numel() > 1:  # sampled selection repeats the last place, whose value is sent once

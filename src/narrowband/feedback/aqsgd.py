@@ -262,14 +262,19 @@ class AQSGD(SampleState):
             return out
         store, values = self._store_for(key, out[0].numel()), out.detach()
         have, parts = store.has(ids), list(_cut(payload, sizes))
+        added: list[tuple[Tensor, Tensor] | None] = [None] * len(parts)
         if isinstance(codec, SelectingCodec):  # indices are all that can be damaged in a payload of the right length
-            for has_buffer, part in zip(have, parts, strict=True):
+            for at, (has_buffer, part) in enumerate(zip(have, parts, strict=True)):
                 if has_buffer:
-                    codec.places(part, out.shape[1:])
+                    added[at] = codec.added(part, out.shape[1:])
+                    if added[at] is None:
+                        codec.places(part, out.shape[1:])
         for at, (sample, has_buffer, part) in enumerate(zip(ids, have, parts, strict=True)):
             if has_buffer:
                 base = self._buffer(store, sample, out.device)
-                self._advance(store, sample, base, codec, part, (seed + at) % 2**64, values[at], out.shape[1:])
+                self._advance(
+                    store, sample, base, codec, part, (seed + at) % 2**64, values[at], out.shape[1:], added[at]
+                )
             else:
                 _WHOLE.decode(part, values[at])
                 self._learn(store, sample, values[at])
@@ -314,13 +319,21 @@ class AQSGD(SampleState):
         seed: int,
         out: Tensor | None,
         shape: torch.Size,
+        added: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Update m(i) ← m(i) + the decoded difference, in the same way on both ends; write the result to ``out``."""
+        """Update m(i) ← m(i) + the decoded difference, with the same bits on both ends; write the result to ``out``.
+
+        Args:
+            added: the difference, if it has been read from the payload already.
+        """
         if not codec.is_finite(part, shape):
             if out is not None:
                 out.fill_(torch.nan)
             return
-        codec.decode(part, base.view(shape), seed=seed, accumulate=True)
+        if added is not None:
+            kernels.sparse_accumulate(base, *added)
+        else:
+            codec.decode(part, base.view(shape), seed=seed, accumulate=True)
         if out is not None:
             out.copy_(base.view(shape))
         store.put(sample, base)

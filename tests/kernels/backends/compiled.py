@@ -1,8 +1,8 @@
 """Compiles every Triton loop for a GPU, without one, and prints what the machine code must not hold or take, as JSON.
 
 ``python -m tests.kernels.backends.compiled CAPABILITY``, without ``TRITON_INTERPRET``. Wrappers are called with small
-tensors, and where they would start a loop it is compiled instead: once with every dtype, every constant and every number
-of warps that it is called with. With ``every`` as a second argument, all combinations of these that occur are compiled.
+tensors, and where they would start a loop it is compiled instead: at least once with every dtype, every constant and
+every number of warps that it is called with, and in all of their combinations if ``every`` is the second argument.
 """
 
 from __future__ import annotations
