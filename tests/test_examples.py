@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,18 +23,19 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT, LONGEST = 63, 100
 
 
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
 def test_train_ddp_learns_and_sends_less():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(EXAMPLES / "train_ddp.py"), "--steps", "40"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    printed, nothing = run_ranks(
+        as_torchrun_does, 2, free_port(), "train_ddp.py", ["--steps", "40"], group=False, fresh=True
     )
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
-    ratios = [int(ratio) for ratio in re.findall(r"(\d+) times less sent", done.stdout)]
+    assert nothing == ""
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    ratios = [int(ratio) for ratio in re.findall(r"(\d+) times less sent", printed)]
     assert len(losses) == 2
     assert losses[-1] < 4.0  # guessing bytes evenly would be ln 256 = 5.5
     assert ratios[-1] >= 50
@@ -53,12 +53,9 @@ def as_torchrun_does(rank, world_size, port, script, arguments):
 
 @pytest.mark.parametrize("options", [[], *thorough(["--sharded"])])
 def test_everything_learns_alike_with_and_without_the_plan(tmp_path, options):
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
     arguments = ["--steps", "8", "--json", str(tmp_path / "found.json"), *options]
     printed, *nothing = run_ranks(
-        as_torchrun_does, 4, port, "everything.py", arguments, timeout_s=180.0, group=False, fresh=True
+        as_torchrun_does, 4, free_port(), "everything.py", arguments, timeout_s=180.0, group=False, fresh=True
     )
     assert not any(nothing)
     found = json.loads((tmp_path / "found.json").read_text())

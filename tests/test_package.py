@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,18 +27,49 @@ LATE = ("numba", "llvmlite", "rich", "tyro", "pyroute2", "matplotlib", "triton",
 
 LOADED_BY = """
 import json, sys
+before = set(sys.modules)
+import narrowband
+alone = set(sys.modules) - before
 import torch
 before = set(sys.modules)
-import narrowband, narrowband.integrations
-print(json.dumps(sorted(set(sys.modules) - before)))
+import narrowband.integrations
+for name in narrowband.__all__:
+    if name not in ("CompressedStage", "Recorder"):
+        getattr(narrowband, name)
+print(json.dumps([sorted(alone), sorted(set(sys.modules) - before)]))
 """
 
 
 @pytest.fixture(scope="module")
-def added():
-    """Modules that ``import narrowband`` loads in a new process, beyond those of ``import torch``."""
+def loaded():
+    """Modules that ``import narrowband`` loads in a new process, and those that its names load beside PyTorch's."""
     answer = subprocess.run([sys.executable, "-c", LOADED_BY], capture_output=True, text=True, check=True)
-    return set(json.loads(answer.stdout))
+    return [set(modules) for modules in json.loads(answer.stdout)]
+
+
+@pytest.fixture(scope="module")
+def added(loaded):
+    return loaded[1]
+
+
+def test_import_alone_loads_nothing_that_is_not_used(loaded):
+    assert {name.partition(".")[0] for name in loaded[0]} - sys.stdlib_module_names == {"narrowband"}
+    assert {name for name in loaded[0] if name.startswith("narrowband.")} == set()
+
+
+def test_every_name_has_one_home_that_type_checkers_know():
+    """The table for type checkers, and the one by which names are found."""
+    tree = ast.parse(Path(narrowband.__file__).read_text())
+    typed = [node for part in tree.body if isinstance(part, ast.If) for node in part.body]
+    told = {alias.name: node.module.removeprefix("narrowband.") for node in typed for alias in node.names}
+    assert told == narrowband._HOME_OF
+    assert told.keys() | {"__version__"} == set(narrowband.__all__)
+    assert set(narrowband.__all__) <= set(dir(narrowband))
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'narrowband' has no attribute 'compress_gradient'"):
+        narrowband.compress_gradient  # noqa: B018
 
 
 def test_import_loads_no_heavy_dependency(added):
@@ -53,6 +86,33 @@ def test_import_loads_nothing_else_of_other_packages(added):
 def test_import_leaves_the_upper_floors_and_the_backends_alone(added):
     upper = ("narrowband.cli", "narrowband.bench", "narrowband.report", "narrowband.lab", "narrowband.kernels.cpu")
     assert {name for name in added if name.startswith(upper)} == set()
+
+
+def test_command_lines_that_train_nothing_do_not_wait_for_pytorch():
+    lines = ["--version", "--help", "bench", "lab --help", "report --help", "frobnicate"]
+    code = (
+        "import sys; from narrowband.cli import main\n"
+        f"for line in {lines}:\n"
+        "    try: main(line.split())\n"
+        "    except SystemExit: pass\n"
+        "    assert 'torch' not in sys.modules, line\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "unknown command 'frobnicate'" in done.stderr
+
+
+def test_ctrl_c_while_pytorch_is_imported_is_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "narrowband", "codecs"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Stopped.\n")
 
 
 @pytest.fixture(scope="module")

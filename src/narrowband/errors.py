@@ -126,8 +126,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(KeyError("deep"))
         (True, False)
     """
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
     import torch  # imported here, because this module is imported before torch
 
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

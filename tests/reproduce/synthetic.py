@@ -52,13 +52,14 @@ def write_lines(file, lines):
     pq.write_table(pa.table({"text": lines}), file)
 
 
-def write_all(folder, images=480):
-    """A whole data folder."""
+def write_all(folder, images=480, plays=100):
+    """A whole data folder. Its tests are small, because they are taken after every epoch."""
+    tests = max(4, images // 12)
     write_images(folder / "cifar10/train.parquet", images)
-    write_images(folder / "cifar10/test.parquet", images // 4, seed=7_000)
+    write_images(folder / "cifar10/test.parquet", tests, seed=7_000)
     write_digits(folder / "mnist/train.parquet", images)
-    write_digits(folder / "mnist/test.parquet", images // 4, seed=7_000)
+    write_digits(folder / "mnist/test.parquet", tests, seed=7_000)
     (folder / "tinyshakespeare").mkdir(parents=True, exist_ok=True)
-    (folder / "tinyshakespeare/input.txt").write_text(PLAY * 100)
+    (folder / "tinyshakespeare/input.txt").write_text(PLAY * plays)
     write_lines(folder / "wikitext2/validation.parquet", LINES * 200)
     write_lines(folder / "wikitext2/test.parquet", LINES * 4)

@@ -448,7 +448,7 @@ def trained(rank, world_size, row, folder):
 
 def test_updates_after_every_second_step_send_half_and_make_ranks_equal(folder):
     short = Row(
-        "shakespeare", DENSE, "none", optimizer="adamw", epochs=1, lr=1e-3, batch=8, clip=1.0, limit=64 * 49 + 64,
+        "shakespeare", DENSE, "none", optimizer="adamw", epochs=1, lr=1e-3, batch=4, clip=1.0, limit=64 * 25 + 64,
         min_numel=1024,
     )  # fmt: skip
     results = {}
@@ -471,7 +471,7 @@ def test_updates_after_every_second_step_send_half_and_make_ranks_equal(folder):
 )
 def test_rows_with_fragments_and_with_shards_learn_and_end_equal(folder, own):
     short = Row(
-        "shakespeare", DENSE, "none", optimizer="adamw", epochs=1, lr=1e-3, batch=8, clip=1.0, limit=64 * 49 + 64,
+        "shakespeare", DENSE, "none", optimizer="adamw", epochs=1, lr=1e-3, batch=4, clip=1.0, limit=64 * 25 + 64,
         min_numel=1024,
     )  # fmt: skip
     shards = own.get("shards", 1)

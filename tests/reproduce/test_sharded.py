@@ -75,7 +75,7 @@ def trained(rank, world_size, own, directory):
 
 def test_rows_are_trained_by_ranks_that_share_one_model(folder):
     short = Row(
-        "shakespeare", DENSE, "none", optimizer="adamw", epochs=1, lr=1e-3, batch=8, clip=1.0, limit=64 * 49 + 64,
+        "shakespeare", DENSE, "none", optimizer="adamw", epochs=1, lr=1e-3, batch=4, clip=1.0, limit=64 * 25 + 64,
         min_numel=1024, shards=4, gathered="none",
     )  # fmt: skip
     found = {}
@@ -104,6 +104,7 @@ def test_rows_that_cannot_be_are_refused(wrong):
         Row("shakespeare", DENSE, "none", **wrong)
 
 
+@pytest.mark.thorough
 def test_a_whole_quick_run(folder, tmp_path, capsys):
     arguments = ["--quick", "--nodes", "2", "--data-dir", str(folder), "--output", str(tmp_path / "out")]
     assert main(EXPERIMENT, [*arguments, "--markdown", str(tmp_path / "page.md")]) == 0

@@ -36,7 +36,7 @@ def test_the_claim_turns_with_the_loss(summed, held):
 
 def test_sums_send_less_than_what_is_gathered_among_four_ranks(tmp_path):
     folder = tmp_path / "data"
-    write_all(folder, images=16)
+    write_all(folder, images=16, plays=25)
     arguments = ["--quick", "--nodes", "4", "--data-dir", str(folder), "--output", str(tmp_path / "out")]
     assert main(EXPERIMENT, [*arguments, "--rows", "gathered", "summed"]) == 0
     gathered, summed = json.loads((tmp_path / "out" / "summary.json").read_text())["groups"]

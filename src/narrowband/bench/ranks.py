@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
 from narrowband.bench.loopback import run_on_loopback
 from narrowband.lab import LabConfig, run
 
@@ -145,6 +143,8 @@ class RankProcess:
         unfinished = target.with_suffix(".tmp")
         unfinished.write_text(json.dumps(result))
         unfinished.replace(target)
+        import torch.distributed as dist  # imported here, because the command line reports RankError without PyTorch
+
         if dist.is_initialized():
             dist.barrier()
         sys.stdout.flush()

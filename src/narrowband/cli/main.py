@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from narrowband.cli.exits import CONVENTION, DEBUG, finish
@@ -126,20 +128,26 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
     command: Command = tyro.cli(
         kind,
         prog=f"narrowband {name}",
-        description=_described(kind),
+        description=_prose(kind.__doc__),
         args=options,
     )
     return command(console, behind)
 
 
-def _described(kind: Any) -> str:
-    """Return a command's docstring for a terminal."""
-    return inspect.cleandoc(kind.__doc__).replace("``", "`")
+def _prose(docstring: str) -> str:
+    """Return a docstring for a terminal."""
+    return inspect.cleandoc(docstring).replace("``", "`")
 
 
-def _summary(kind: Any) -> str:
-    """Return the first paragraph of a command's docstring, in one line."""
-    return " ".join(_described(kind).partition("\n\n")[0].split())
+def _summary(name: str) -> str:
+    """Return the first paragraph of a command's docstring, in one line.
+
+    It is read from the source, because a command's module may import PyTorch, for seconds.
+    """
+    module, kind = _COMMANDS[name]
+    source = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    (found,) = (each for each in source.body if isinstance(each, ast.ClassDef) and each.name == kind)
+    return " ".join(_prose(ast.get_docstring(found) or "").partition("\n\n")[0].split())
 
 
 def _print_help(console: Console, family: str) -> None:
@@ -151,7 +159,7 @@ def _print_help(console: Console, family: str) -> None:
     console.print(f"usage: {usage}\n", highlight=False, markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2))
     for name in names:
-        table.add_row(f"[bold]narrowband {name}", _summary(_load(name)))
+        table.add_row(f"[bold]narrowband {name}", _summary(name))
     console.print(table)
     if not family:
         console.print("\nexamples:")
