@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
     from tests.docs.pages import Page
 
-__all__ = ["CommandError", "Line", "check", "inline", "lines", "run_quick"]
+__all__ = ["SLOWER", "CommandError", "Line", "check", "inline", "lines", "run_quick"]
 
 #: What pip knows the library by.
 DISTRIBUTION = "torch-narrowband"
 #: Commands of narrowband that take a second or two, and need nothing but the files of their page.
-QUICK = ("doctor", "codecs", "memory", "adapt")
+QUICK = ("doctor", "codecs", "adapt")
+#: One that measures for ten seconds; tests/cli/test_cli_memory.py runs it with models of its own.
+SLOWER = ("memory",)
 
 _INLINE = re.compile(
     r"`((?:\.venv/bin/|\$ )?(?:narrowband|python -m reproduce\.\w+|make|pip install|torchrun)(?: [^`]+)?)`"
@@ -129,10 +131,10 @@ def check(line: Line, folder: Path) -> None:
         raise CommandError(f"{line.where}: {line.text}\n{error}") from None
 
 
-def run_quick(line: Line, run_main) -> None:
-    """Run a command of narrowband, if it is a quick one; the working directory has the page's files."""
+def run_quick(line: Line, run_main, these: Sequence[str] = QUICK) -> None:
+    """Run a command of narrowband, if it is one of these; the working directory has the page's files."""
     words = line.words
-    if words[0].endswith("narrowband") and (words[1] in QUICK or "--help" in words):
+    if words[0].endswith("narrowband") and (words[1] in these or "--help" in words):
         code, out, err = run_main(words[1:])
         if code != 0:
             raise CommandError(f"{line.where}: {line.text}\nexit code {code}\n{out}\n{err}")

@@ -48,6 +48,18 @@ def test_the_blocks_of_a_page_run_in_order_and_then_its_commands(page, tmp_path,
         commands.run_quick(line, run_main)
 
 
+@pytest.mark.thorough
+def test_slower_commands_run_with_the_files_of_their_page(tmp_path, monkeypatch, run_main):
+    slower = [(page, line) for page in PAGES for line in commands.lines(page) if line.words[1:2] == ["memory"]]
+    assert slower
+    monkeypatch.chdir(tmp_path)
+    for page, line in slower:
+        for block in page.blocks:
+            if block.title:
+                (tmp_path / block.title).write_text(block.text)
+        commands.run_quick(line, run_main, commands.SLOWER)
+
+
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
 def test_the_commands_of_a_page_are_understood_by_what_they_call(page, tmp_path):
     for block in page.blocks:
@@ -168,4 +180,4 @@ def test_a_sentence_may_warn_of_the_other_library_but_not_recommend_it(tmp_path)
 
 def test_a_quick_command_that_fails_is_an_error(run_main):
     with pytest.raises(commands.CommandError, match=r"no-such-file"):
-        commands.run_quick(a_command("narrowband memory no-such-file.py:build"), run_main)
+        commands.run_quick(a_command("narrowband adapt no-such-file.pt"), run_main)
