@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,11 @@ os.environ.setdefault("NUMBA_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str
 # Without a GPU, Triton's loops run in its interpreter; it asks as it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell starts what it runs in the background with SIGINT ignored, and programs that tests start would inherit that:
+# those that tests end by Ctrl-C have to hear it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two threads are enough to see what only goes wrong with threads, and do not swamp a small machine.
 torch.set_num_threads(min(2, os.cpu_count() or 1))

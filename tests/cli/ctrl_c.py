@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from narrowband.cli.exits import STOPPED
 
-LIMIT_S = 600.0  # only a failure takes this long
+LIMIT_S = 180.0  # only a failure takes this long
 
 
 def stopped(command: Sequence[str], ready: Callable[[], object]) -> str:

@@ -80,11 +80,7 @@ class Driver:
     """A Python process that calls ``run``, for tests that end it from outside."""
 
     def __init__(self, config: str, command: list[str], prepare: Callable[[], None] | None = None) -> None:
-        code = (
-            # A shell starts what it runs in the background with SIGINT ignored.
-            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-            f"from narrowband.lab import *; r = run({config}, sys.argv[1:]); print(r.to_dict())"
-        )
+        code = f"import sys; from narrowband.lab import *; r = run({config}, sys.argv[1:]); print(r.to_dict())"
         self.process = subprocess.Popen(
             python(code, *command),
             env={**os.environ, "PYTHONPATH": SOURCE},
