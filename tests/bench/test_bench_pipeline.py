@@ -17,13 +17,13 @@ LAB_MISSING = requirements(LabConfig(nodes=2, rate="1gbit"))
 
 @pytest.fixture(scope="module")
 def on_loopback():
-    """All rows and the baseline, under the default schedule, and what was told on the way."""
-    events = []
-    return run(Config(rate="none", rows=ROWS, baselines=True, **TINY), events.append), events
+    """All rows and the baseline, under the default schedule, what was told on the way, and the rows on the way."""
+    events, kept = [], []
+    return run(Config(rate="none", rows=ROWS, baselines=True, **TINY), events.append, kept.append), events, kept
 
 
 def test_on_loopback_with_a_baseline(on_loopback):
-    rows, events = on_loopback
+    rows, events, _ = on_loopback
     assert [event["done"] for event in events] == list(range(1, events[-1]["of"] + 1))
     assert [row["name"] for row in rows] == [*ROWS, BASELINE]
     plain, quantized, by_sample, baseline = rows
@@ -41,6 +41,18 @@ def test_on_loopback_with_a_baseline(on_loopback):
         assert row["tokens_per_s"] == pytest.approx(2 * 4 * 16 / row["step_s"])
         assert 0 < row["loss"] < 6
         assert row["share_of_allowed"] is None
+
+
+def test_rows_are_kept_after_each_epoch_that_can_be_compared(on_loopback):
+    rows, _, kept = on_loopback
+    ((*before, _),) = kept  # after the second of three epochs
+    assert [row["name"] for row in before] == list(ROWS)
+    assert {row["epochs"] for row in before} == {2}
+    assert {row["epochs"] for row in rows} == {3}
+    for row, last in zip(before, rows, strict=False):
+        assert row["forward_nbytes"] == last["forward_nbytes"]
+        assert row["loss"] > last["loss"]  # of the second epoch, and of the second and the third
+        assert row["step_s"] > 0
 
 
 def test_a_schedule_changes_when_things_are_sent_and_not_what_is_learned(on_loopback):

@@ -122,12 +122,17 @@ def specs_of(row: str) -> tuple[str, str]:
     return forward, backward if slash else forward
 
 
-def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
+def run(
+    config: Config,
+    on_event: Callable[[dict[str, Any]], None] = lambda _: None,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
+) -> list[dict[str, Any]]:
     """Measure all rows in one session of ranks.
 
     Rows hold
 
     * ``name``, ``step_s``, ``tokens_per_s``, and ``times_none``: tokens per second over those of the row ``none``;
+    * ``epochs``: how many the row was trained for;
     * ``loss``: in nats per byte, mean over the last two epochs; ``loss_ratio``: the loss over that of ``none``;
     * ``forward_nbytes`` and ``backward_nbytes``: per boundary and micro-batch, in the last epoch;
     * ``forward_relative_error`` and ``backward_relative_error``: as in :class:`narrowband.pipeline.ChannelStats`;
@@ -135,13 +140,33 @@ def run(config: Config, on_event: Callable[[dict[str, Any]], None] | None = None
     * ``link_s``, ``compute_s`` and ``share_of_allowed``: see the module; on loopback all but ``compute_s`` are None.
 
     Args:
+        config: what to measure.
         on_event: called with ``{"event": "step", "done": …, "of": …, "name": …}`` while the ranks work.
+        keep: called with all rows after each epoch from the second to the last but one, as if it had been the last.
+            After the second epoch, that one alone is compared, and after others the last two.
 
     Raises:
         UnsupportedError: the machine cannot emulate links; says what is missing.
         RankError: a rank ended early.
     """
-    ranks = run_ranks("narrowband.bench.pipeline", asdict(config), config.place(), on_event)
+    place = config.place()
+    after: dict[int, dict[int, list[dict[str, Any]]]] = {}  # epoch → rank → its rows after that
+
+    def note(event: dict[str, Any]) -> None:
+        if event["event"] != "rows":
+            on_event(event)
+            return
+        parts = after.setdefault(event["epoch"], {})
+        parts[event["rank"]] = event["rows"]
+        if len(parts) == place.ranks:
+            del after[event["epoch"]]
+            keep(_rows(config, [parts[rank] for rank in range(place.ranks)]))
+
+    return _rows(config, run_ranks("narrowband.bench.pipeline", asdict(config), place, note))
+
+
+def _rows(config: Config, ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Make the rows of what all ranks measured."""
     parts = [[rank[i] for rank in ranks] for i in range(len(ranks[0]))]
     compute_s = _step(parts[0])
     rows = [_merged(config, part, compute_s) for part in parts[1:]]
@@ -167,6 +192,7 @@ def _merged(config: Config, parts: list[dict[str, Any]], compute_s: float) -> di
         "name": parts[0]["name"],
         "rate": config.rate,
         "nodes": config.nodes,
+        "epochs": parts[0]["epochs"],
         "activation_nbytes": 4 * config.batch * config.sequence * config.dim,
         "step_s": step_s,
         "tokens_per_s": tokens / step_s,
@@ -281,10 +307,11 @@ class _Row:
         if losses:
             self.losses.append(torch.stack([loss.detach() for loss in losses]).mean().item())
 
-    def result(self, compared: int, before: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    def result(self, epochs: int, compared: int, before: dict[str, tuple[int, int]]) -> dict[str, Any]:
         loss = statistics.fmean(self.losses[-compared:]) if self.losses else None
         found = {
             "name": self.name,
+            "epochs": epochs,
             "step_s": self.step_s[-compared:],
             "loss": loss if loss is not None and math.isfinite(loss) else None,
             "link_bytes": statistics.median(self.link_bytes[-compared:]),
@@ -325,18 +352,26 @@ def _main(process: RankProcess) -> None:
     names = [COMPUTE, *config.rows, *((BASELINE,) if config.baselines else ())]
     rows = [_Row(name, config, process.rank) for name in names]
     total, done = config.epochs * len(rows) * config.batches, 0
-    compared = 2 * config.batches
-    before: dict[str, dict[str, tuple[int, int]]] = {}
+    before: list[list[dict[str, tuple[int, int]]]] = []  # by epoch and row
+    so_far: list[dict[str, Any]] = []
     for epoch in range(config.epochs):
         batches = list(_batches(config, epoch))
+        before.append([row.counts() for row in rows])
         for row in rows:
-            if epoch == config.epochs - 2:
-                before[row.name] = row.counts()
             for ids, x, y in batches:
                 row.train(ids, x, y, card)
                 done += 1
                 process.tell(event="step", done=done, of=total, name=row.name)
-    process.finish([row.result(compared, before[row.name]) for row in rows])
+        if epoch == 0:
+            continue
+        compared = min(epoch, 2)  # epochs, without the first
+        begin = before[epoch + 1 - compared]
+        so_far = [
+            row.result(epoch + 1, compared * config.batches, counts) for row, counts in zip(rows, begin, strict=True)
+        ]
+        if epoch + 1 < config.epochs:
+            process.say(event="rows", epoch=epoch, rank=process.rank, rows=so_far)
+    process.finish(so_far)
 
 
 if __name__ == "__main__":

@@ -178,21 +178,22 @@ class BenchPipeline:
 
     config: Annotated[pipeline.Config, tyro.conf.arg(name="")] = field(default_factory=pipeline.Config)
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the rows to this file, with machine, versions and command. After Ctrl-C nothing is there, because the
-    last two epochs are what is compared."""
+    """Also write the rows to this file after each epoch from the second on, with machine, versions and command. After
+    Ctrl-C the rows of the epochs so far are there; the same command starts from the beginning, because rows are
+    compared within one session."""
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import RELATIVE_ERROR, pipeline_table
 
         record = Record(self.json, asdict(self.config), console, goes_on=False)
-        with _bar(console) as progress:
+        with record, _bar(console) as progress:
             task = progress.add_task("starting ranks", total=None)
 
             def show(event: dict[str, Any]) -> None:
                 progress.update(task, completed=event["done"], total=event["of"], description=event["name"])
 
-            rows = pipeline.run(self.config, show)
-        record.finish(rows)
+            rows = pipeline.run(self.config, show, record.keep)
+            record.finish(rows)
         console.print(pipeline_table(rows))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
         record.say()
