@@ -105,7 +105,7 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts(arguments, mess
 def test_one_model_sharded_among_all_ranks_has_rows_of_pairs():
     pair = "qsgd:bits=8/uniform:bits=8"
     config = Config(
-        nodes=3, rate="1gbit", sharded=True, model="gpt-tiny", codecs=("none/none", pair), rounds=1, steps=2
+        nodes=2, rate="1gbit", sharded=True, model="gpt-tiny", codecs=("none/none", pair), rounds=1, steps=2
     )
     rows = {row["codec"]: row for row in run(config)}
     assert list(rows) == [NO_COMMUNICATION, "torch: FSDP2", "none/none", pair]

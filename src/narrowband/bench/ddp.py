@@ -42,14 +42,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from narrowband.adapt import Plan
@@ -61,6 +59,9 @@ from narrowband.feedback import Compression, compression
 from narrowband.lab import LabConfig
 from narrowband.planning import Option, known, outer_of
 from narrowband.planning.links import up_and_down
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["NO_COMMUNICATION", "PLAIN", "Config", "backend_of", "run", "skip_communication"]
 
@@ -361,6 +362,8 @@ def _on_two_levels(config: Config) -> list[_Kind]:
 @functools.lru_cache(maxsize=1)
 def _mesh(config: Config) -> DeviceMesh:
     """Return the mesh of machines × ranks on each."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     return init_device_mesh("cpu", (config.nodes, config.per_node), mesh_dim_names=("nodes", "shards"))
 
 
@@ -486,6 +489,8 @@ class _Row:
             model = GPT(MODELS[self._config.model])
         self._model: nn.Module
         if self.kind.shards:
+            from torch.distributed.fsdp import fully_shard  # slow to import, and few runs have such rows
+
             mesh = _mesh(self._config)
             own = mesh if len(self.kind.shards) == mesh.ndim else mesh[self.kind.shards]
             for block in model.blocks:
