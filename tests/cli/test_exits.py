@@ -10,6 +10,8 @@ import math
 import os
 import pickle
 import re
+import resource
+import signal
 import subprocess
 import sys
 
@@ -369,16 +371,17 @@ def test_what_was_measured_is_kept_though_it_cannot_be_shown(narrow, given, monk
 
 def test_what_was_measured_is_shown_though_it_cannot_be_kept(narrow, given):
     """Files of a process may be no longer than it says, as on a full disk."""
-    program = (
-        "import resource, sys; from narrowband.cli import main; limit = resource.RLIMIT_FSIZE\n"
-        "resource.setrlimit(limit, (100, resource.getrlimit(limit)[1])); sys.exit(main())"
-    )
     line = "bench kernels --loops all-finite --repeats 1 --numel 4096 --json kept.json"
     assert narrow(*line.split())[0] == 0  # loops are compiled, and kept in files
     (given / "kept.json").unlink()
-    done = subprocess.run([sys.executable, "-c", program, *line.split()], capture_output=True, text=True, check=False)
-    assert (done.returncode, "File too large" in done.stderr) == (1, True), done.stderr
-    assert "all-finite" in done.stdout
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
+    try:
+        code, out, err = narrow(*line.split())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert (code, "File too large" in err) == (1, True), err
+    assert "all-finite" in out
 
 
 @pytest.mark.parametrize("line", ["bench ddp --help", "codecs"])
@@ -455,3 +458,12 @@ def test_as_a_process_too(given):
     assert done.returncode == 2
     assert done.stderr.startswith("text.pt does not hold gradients")
     assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_while_the_process_exits_prints_no_traceback():
+    program = (
+        "import atexit, os, signal, sys; from narrowband.cli import main\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT); sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

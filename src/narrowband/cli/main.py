@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -69,6 +70,8 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` when None) and return its exit code.
 
+    After that of ``sys.argv`` Ctrl-C ends the process at once, since nothing is left to do but to exit.
+
     Example:
         >>> main(["--version"])  # doctest: +SKIP
         narrowband 0.1.0
@@ -83,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     width = 80 if os.environ.get("COLUMNS") == "0" else None  # some systems report width 0; Rich would print nothing
     console, errors = (Console(stderr=stderr, emoji=False, width=width) for stderr in (False, True))  # `a:ok` is a path
-    return finish(lambda: _dispatch(words, behind, console), errors, debug=debug)
+    code = finish(lambda: _dispatch(words, behind, console), errors, debug=debug)
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt at exit would print a traceback
+    return code
 
 
 def _dispatch(words: list[str], behind: list[str] | None, console: Console) -> int:
