@@ -132,7 +132,7 @@ def test_a_model_without_modules_inside_is_one_unit_that_cannot_be_recomputed():
 
 @pytest.fixture(scope="module")
 def search():
-    return budget._Search(Job(functools.partial(tower, 64), optimizer="sgd"), lambda _: None)
+    return budget._Search(Job(functools.partial(tower, 64), optimizer="sgd", alone=False), lambda _: None)
 
 
 @pytest.fixture(scope="module")
