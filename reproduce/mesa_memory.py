@@ -8,7 +8,7 @@ DeiT-B a model may be before 32 GB are full, at a batch of 128 under mixed preci
 
 Memory is measured and not computed from shapes. :func:`largest` tries sizes until one fits and the next does not. Each
 trial trains three steps in a process of its own, and the whole memory of that process counts
-(:func:`narrowband.bench.memory.footprint`): model, gradients, AdamW's moments, inputs, activations, and temporary
+(:func:`narrowband.bench.peaks.footprint`): model, gradients, AdamW's moments, inputs, activations, and temporary
 memory.
 
 Steps with all policies of :mod:`reproduce.mesa` are timed in one process, each right after a step of the plain model,
@@ -43,10 +43,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from narrowband.activations import ActivationPolicy
-from narrowband.bench.memory import Way, compare, footprint
+from narrowband.bench.memory import compare
 from narrowband.bench.models import ViT
+from narrowband.bench.peaks import footprint
 from narrowband.bench.ranks import check_seed
 from narrowband.bench.subjects import Subject
+from narrowband.bench.ways import Way
 from narrowband.errors import UnsupportedError
 from narrowband.report.record import provenance, read_json, versions, write_json
 from narrowband.units import NOTHING, format_bytes

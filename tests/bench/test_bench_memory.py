@@ -13,7 +13,7 @@ from torch import nn
 from torch._inductor import config as inductor
 
 from narrowband.activations import ActivationPolicy, SavedBytes
-from narrowband.bench import memory
+from narrowband.bench import memory, peaks, ways
 from narrowband.bench.subjects import subject
 from narrowband.cli import main
 from narrowband.cli.exits import STOPPED
@@ -174,17 +174,17 @@ def tower(batch):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nobody tells a process's memory")
 def test_a_footprint_is_all_that_training_takes():
     """Parameters, gradients and AdamW's two moments, and of samples what is kept of each between layers."""
-    taken = memory.footprint(memory.Way("plain"), functools.partial(tower, batch=2048))
+    taken = peaks.footprint(ways.Way("plain"), functools.partial(tower, batch=2048))
     states, between = 4 * 4 * DEEP * (WIDE + 1) * WIDE, DEEP * 4 * 2048 * WIDE
     # Backward needs as much again for a moment, and malloc does not use all of that anew: 4 to 6.4 times in 12 runs.
     assert states + between < taken < states + 10 * between
 
 
 def test_ways_of_any_model_are_compared_in_turn(model):
-    ways = [memory.Way("plain"), memory.Way("few", ActivationPolicy(bits=4, rounding="nearest"))]
+    chosen = [ways.Way("plain"), ways.Way("few", ActivationPolicy(bits=4, rounding="nearest"))]
     events = []
     build = functools.partial(subject, model, 8)
-    rows = memory.compare(ways, build, rounds=3, peaks=False, on_event=events.append)
+    rows = memory.compare(chosen, build, rounds=3, peaks=False, on_event=events.append)
     assert events == ["plain", "few", "plain", "few", "few", "plain", "plain", "few"]
     assert [row["name"] for row in rows] == ["plain", "few"]
     assert rows[0]["ratios"] == [1.0] * 3
@@ -306,7 +306,7 @@ def test_the_command_says_what_it_is_at_and_has_the_rows_of_finished_rounds_when
 
 def test_a_model_whose_output_needs_no_gradient_is_refused():
     with pytest.raises(ValueError, match="in which no tensor requires gradients"):
-        memory.survey(nn.Flatten(), (torch.randn(2, 3),), ActivationPolicy())
+        ways.survey(nn.Flatten(), (torch.randn(2, 3),), ActivationPolicy())
 
 
 def test_ratio():

@@ -16,9 +16,9 @@ from narrowband.activations import ActivationPolicy, compress_activations
 from narrowband.bench import budget
 from narrowband.bench.budget import Job
 from narrowband.bench.devices import moved
-from narrowband.bench.memory import PLAIN, survey
 from narrowband.bench.offers import AS_IT_IS, Kind, Offer, alive, cheapest, smallest, units_of
 from narrowband.bench.subjects import subject
+from narrowband.bench.ways import PLAIN, survey
 
 
 class Block(nn.Module):

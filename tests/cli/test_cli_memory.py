@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import narrowband as nb
-from narrowband.bench import budget, memory
+from narrowband.bench import budget, ways
 from narrowband.bench.subjects import subject
 from narrowband.cli import main
 from narrowband.cli.memory import parse_bytes
@@ -131,7 +131,7 @@ def test_a_budget_gives_a_policy_that_training_keeps_within(narrow, model, tmp_p
     policy = nb.ActivationPolicy.load(path)
     assert policy.to_dict() == found["fit"]["policy"]
     built, inputs = subject(model, 256)
-    assert memory.survey(built, inputs, policy).kept_bytes == pytest.approx(found["fit"]["kept"], rel=0.01)
+    assert ways.survey(built, inputs, policy).kept_bytes == pytest.approx(found["fit"]["kept"], rel=0.01)
 
 
 def test_a_budget_below_the_least_possible_says_so_and_what_takes_it(narrow, model, tmp_path, monkeypatch):

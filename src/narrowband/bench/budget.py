@@ -32,16 +32,6 @@ from torch.utils._pytree import tree_leaves
 
 from narrowband.activations import OPERATORS, ActivationPolicy, Saved, compress_activations
 from narrowband.bench.devices import default_device, moved, wait_for
-from narrowband.bench.memory import (
-    PLAIN,
-    Way,
-    footprint,
-    gradients_of,
-    most_alive,
-    optimizer_of,
-    result_of,
-    scalar_of,
-)
 from narrowband.bench.offers import (
     AGAIN,
     AS_IT_IS,
@@ -57,8 +47,10 @@ from narrowband.bench.offers import (
     units_of,
 )
 from narrowband.bench.patterns import compact, globbed, numberless
+from narrowband.bench.peaks import footprint, most_alive
 from narrowband.bench.reruns import Reruns
 from narrowband.bench.subjects import Subject
+from narrowband.bench.ways import PLAIN, Way, gradients_of, optimizer_of, result_of, scalar_of
 from narrowband.feedback import Feedback, Layout, compression
 
 __all__ = ["Fit", "Job", "fit", "fit_shares", "residual_nbytes", "tensors_of"]

@@ -23,8 +23,9 @@ from narrowband.bench.architectures import ZOO
 from narrowband.bench.budget import Job, fit_shares
 from narrowband.bench.devices import Device, check_device
 from narrowband.bench.loopback import end_with_parent
-from narrowband.bench.memory import Way, compare
+from narrowband.bench.memory import compare
 from narrowband.bench.subjects import subject
+from narrowband.bench.ways import Way
 from narrowband.errors import is_out_of_memory
 
 __all__ = ["Config", "count", "fitted", "foretold", "profile", "run", "sentence", "summary"]
@@ -238,10 +239,11 @@ def fitted(name: str, config: Config) -> dict[str, Any]:
 
 def _measured(name: str, config: Config, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    return _skipping(_compared, name, config)
+    return _skipping(compared, name, config)
 
 
-def _compared(name: str, config: Config) -> dict[str, Any]:
+def compared(name: str, config: Config) -> dict[str, Any]:
+    """Measure one architecture, plain and in few bits; return its row without name and family."""
     ways = [Way("plain"), Way("few bits", ActivationPolicy(bits=config.bits))]  # type: ignore[arg-type]
     batch = _batch(name, config)
     while True:

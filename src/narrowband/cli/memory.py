@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from narrowband.bench import devices, memory, subjects
+from narrowband.bench import devices, subjects, ways
 from narrowband.cli.exits import DONE, FAILED, check_output
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Memory:
             for bits in (8, 4):
                 status.update(f"a step in {bits} bits")
                 policy = ActivationPolicy(bits=bits)
-                surveys[f"{bits} bits"] = memory.survey(model, inputs, policy, amp=self.amp)
+                surveys[f"{bits} bits"] = ways.survey(model, inputs, policy, amp=self.amp)
         activations = {"plain": surveys["8 bits"].raw_bytes} | {bits: each.kept_bytes for bits, each in surveys.items()}
         if self.json is not None:  # before printing, which may fail, so that no measurement is lost
             self._record(tensors, surveys, None)
