@@ -31,22 +31,32 @@ def test_the_zoo_has_architectures_of_three_packages_and_four_families():
 @pytest.mark.parametrize("cells", [False, True])
 def test_recurrences_learn_from_codes(cells):
     name = "gru-cells" if cells else "lstm"
-    (row,) = zoo.run(zoo.Config((name,), **QUICK))
+    row = zoo.compared(name, zoo.Config((name,), **QUICK))
     assert row["gradient_cosine"] > 0.99
     assert row["kept_share"] < 1
 
 
 @pytest.mark.parametrize("name", ["gpt2", *thorough("convnext-atto")])
-def test_a_row_holds_time_bytes_and_the_angle_to_the_exact_gradient(name):
+def test_the_command_writes_time_bytes_and_the_angle_to_the_exact_gradient_and_measures_no_row_again(
+    name, tmp_path, capsys
+):
     pytest.importorskip("transformers", reason="the architecture comes from it")
-    (row,) = zoo.run(zoo.Config((name,), **QUICK | {"peaks": True}))
+    path = tmp_path / "zoo.json"
+    command = ["bench", "memory", "--zoo", name, "--rounds", "1", "--json", str(path)]
+    assert main(command) == 0
+    (row,) = json.loads(path.read_text())["rows"]
     assert 0.1 < row["peak_share"] < 0.9
-    assert (row["name"], row["family"], row["batch"]) == (name, ZOO[name].family, 1)
+    assert (row["name"], row["family"]) == (name, ZOO[name].family)
+    assert row["batch"] >= 1
     assert row["ratio_to_plain"] > 0
     assert 0.1 < row["kept_share"] < 0.4
     assert 0.99 < row["gradient_cosine"] <= 1 + 1e-9
     assert sum(kept["kept_bytes"] for kept in row["by_operator"].values()) == row["kept_bytes"]
-    assert "Of 1 architectures" in zoo.sentence([row])
+    assert main(command) == 0
+    assert json.loads(path.read_text())["rows"] == [row]
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Of 1 architectures the median step takes {row['ratio_to_plain']:.2f} times as long as plain" in said
+    assert "has 1 row; finished ones are not measured again" in said
 
 
 def test_what_is_not_installed_is_skipped_and_said_and_what_is_known_is_not_measured_again(monkeypatch):
@@ -120,19 +130,6 @@ def test_a_profile_of_families():
     assert list(found["operators"]) == ["gelu", "matmul"]
     assert list(found["operators"].values()) == pytest.approx([0.15, 0.025])
     assert found["rest"] == pytest.approx(0.225)
-
-
-def test_the_command_goes_on_where_it_was_ended(tmp_path, capsys):
-    pytest.importorskip("transformers", reason="the architecture comes from it")
-    path = tmp_path / "zoo.json"
-    command = ["bench", "memory", "--zoo", "opt", "--rounds", "1", "--no-peaks", "--json", str(path)]
-    assert main(command) == 0
-    first = json.loads(path.read_text())
-    assert [row["name"] for row in first["rows"]] == ["opt"]
-    assert main(command) == 0
-    again = json.loads(path.read_text())
-    assert again["rows"] == first["rows"]
-    assert "opt" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
