@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
-__all__ = ["IMPORTS", "end_with_parent", "run_on_loopback"]
+__all__ = ["IMPORTS", "end_with_parent", "rank_context", "run_on_loopback"]
 
 #: The module that the fork server imports.
 IMPORTS = "narrowband.bench.imports"
@@ -61,7 +61,7 @@ def run_on_loopback(module: str, arguments: Sequence[str], nodes: int, log: Path
         "LOCAL_WORLD_SIZE": str(nodes),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
-    context = _context()
+    context = rank_context()
     ranks: list[BaseProcess] = []
     code = None
     try:
@@ -77,8 +77,11 @@ def run_on_loopback(module: str, arguments: Sequence[str], nodes: int, log: Path
             _end(ranks)
 
 
-def _context() -> multiprocessing.context.BaseContext:
-    """Return the multiprocessing context that starts ranks."""
+def rank_context() -> multiprocessing.context.BaseContext:
+    """Return the multiprocessing context that starts ranks: from the fork server, where a fork is safe.
+
+    Ctrl-C is blocked in processes of the fork server.
+    """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

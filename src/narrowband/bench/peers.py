@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import itertools
 import math
-import multiprocessing
 import os
 import signal
 import time
@@ -27,14 +26,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from narrowband.bench.loopback import rank_context
 from narrowband.bench.ranks import check_seed
 from narrowband.feedback import compression
 from narrowband.updates import ElasticUpdateCompression, Rendezvous, compress_updates
-from narrowband.updates.rendezvous import serve
+from narrowband.updates.rendezvous import RendezvousError, serve
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-    from multiprocessing.context import ForkServerProcess
+    from multiprocessing.process import BaseProcess
 
 __all__ = ["Config", "run"]
 
@@ -113,7 +113,8 @@ def run(
     * ``absent_s``: seconds for which peers were dead or frozen, added up over peers;
     * ``slowest_s``: the longest time from one round to the next; a round ends when the first peer has applied it;
     * ``equal``: whether all peers had the same bits after every round;
-    * ``back``: number of rounds in which the killed and the frozen peer took part after their return;
+    * ``back``: number of rounds in which the killed and the frozen peer took part after their return; 0 if the others
+      had done all rounds by then;
     * ``share``, of the second row: its goodput over the first one's; ``share_present``: the same for peers present.
 
     Args:
@@ -145,13 +146,14 @@ class _Run:
 
     def __init__(self, config: Config, disturbed: bool, on_event: Callable[[dict[str, Any]], None]) -> None:
         self._config, self._disturbed, self._on_event = config, disturbed, on_event
-        self._context = multiprocessing.get_context("forkserver")
+        self._context = rank_context()
         self._store = serve(0, "127.0.0.1")
-        self._peers: dict[str, tuple[ForkServerProcess, Connection]] = {}
+        self._peers: dict[str, tuple[BaseProcess, Connection]] = {}
         self._digests: dict[int, set[str]] = {}
         self._taken: dict[int, int] = {}  # round → steps of the peers that took part
         self._first: dict[int, float] = {}  # round → time at which the first peer had applied it
         self._took_part: dict[str, list[int]] = {}
+        self._refused: dict[str, str] = {}  # peer → what the rendezvous told it
         self._absent_s = 0.0
 
     def result(self) -> dict[str, Any]:
@@ -184,7 +186,7 @@ class _Run:
     def _start(self, name: str) -> None:
         ours, theirs = self._context.Pipe()
         told = asdict(self._config) | {"address": f"127.0.0.1:{self._store.port}", "name": name}
-        process = self._context.Process(target=_peer, args=(told, theirs), daemon=True)
+        process = self._context.Process(target=_peer, args=(told, theirs), daemon=True)  # type: ignore[attr-defined]
         process.start()
         theirs.close()
         self._peers[name] = process, ours
@@ -213,6 +215,9 @@ class _Run:
                     continue
                 if event is None:
                     del waiting[name]
+                elif "error" in event:
+                    del waiting[name]
+                    self._refused[name] = event["error"]
                 else:
                     self._note(name, event)
             latest = max(self._first, default=0)
@@ -224,6 +229,7 @@ class _Run:
                 del plan["rejoin"]
                 self._absent_s += now - (killed_at or now)
                 self._start("again")
+                self._took_part["again"] = []
                 waiting["again"] = self._peers["again"]
             if plan.get("freeze") and latest >= plan["freeze"]:
                 del plan["freeze"]
@@ -234,6 +240,10 @@ class _Run:
                 self._absent_s += now - frozen_at
                 frozen_at = None
                 self._took_part["1"] = []
+        # A peer that comes, or comes back, when the others have done all rounds finds that the run is over.
+        if self._refused and max(self._first, default=0) < config.rounds:
+            name, said = next(iter(self._refused.items()))
+            raise RuntimeError(f"peer {name} ended early: {said}")
 
     def _note(self, name: str, event: dict[str, Any]) -> None:
         """Record that a peer has applied a round."""
@@ -248,6 +258,14 @@ class _Run:
 
 def _peer(told: dict[str, Any], pipe: Connection) -> None:
     """Run one peer, from its start to the last round."""
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            _train(told, pipe.send)
+        except RendezvousError as error:
+            pipe.send({"error": str(error)})
+
+
+def _train(told: dict[str, Any], send: Callable[[dict[str, Any] | None], None]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(told["seed"])
     model = nn.Sequential(nn.Linear(_WIDTH, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _WIDTH))
@@ -263,22 +281,21 @@ def _peer(told: dict[str, Any], pipe: Connection) -> None:
     )
     handle = compress_updates(model, optimizer, told["spec"], every=told["every"], outer="auto", peers=peers)
     assert isinstance(handle, ElasticUpdateCompression)
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send({"round": handle.rounds, "digest": _digest(model), "steps": 0})
-        steps = 0
-        while handle.rounds < told["rounds"]:
-            x = torch.randn(8, _WIDTH, generator=generator)
-            optimizer.zero_grad()
-            torch.autograd.backward(nn.functional.mse_loss(model(x), x.roll(1, 1)))
-            time.sleep(told["step_s"])
-            before = handle.rounds
-            optimizer.step()
-            steps += 1
-            if handle.rounds != before:
-                pipe.send({"round": handle.rounds, "digest": _digest(model), "steps": steps})
-                steps = 0
-        pipe.send(None)
-        handle.remove()
+    send({"round": handle.rounds, "digest": _digest(model), "steps": 0})
+    steps = 0
+    while handle.rounds < told["rounds"]:
+        x = torch.randn(8, _WIDTH, generator=generator)
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(model(x), x.roll(1, 1)))
+        time.sleep(told["step_s"])
+        before = handle.rounds
+        optimizer.step()
+        steps += 1
+        if handle.rounds != before:
+            send({"round": handle.rounds, "digest": _digest(model), "steps": steps})
+            steps = 0
+    send(None)
+    handle.remove()
 
 
 def _digest(model: nn.Module) -> str:
