@@ -10,16 +10,6 @@ import pytest
 
 from narrowband.bench import loopback
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from narrowband.bench.loopback import run_on_loopback
-
-log = Path(sys.argv[1])
-log.touch()
-sys.exit(run_on_loopback("platform", [], 2, log))
-"""
-
 
 def test_ctrl_c_while_ranks_start_is_ctrl_c(tmp_path, monkeypatch):
     """Whatever has not started by then is nobody's to wait for."""
@@ -31,7 +21,7 @@ def test_ctrl_c_while_ranks_start_is_ctrl_c(tmp_path, monkeypatch):
             raise KeyboardInterrupt  # as the signal's handler would
         own(self)
 
-    kind = loopback._context().Process
+    kind = loopback.rank_context().Process
     own = kind.start
     monkeypatch.setattr(kind, "start", start)
     log = tmp_path / "log"
@@ -77,17 +67,3 @@ def test_neither_the_server_nor_a_rank_says_anything_of_ctrl_c(at):
     )
     assert done.stderr.count("Traceback") == 1, done.stderr  # of the script itself
     assert done.stderr.strip().endswith("KeyboardInterrupt")
-
-
-def test_nothing_is_printed_after_the_command_has_ended(tmp_path):
-    """The fork server outlives the command for a moment, and holds its terminal: so this waits for both."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "log")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert len((tmp_path / "log").read_text().splitlines()) == 2, "a line of each rank"

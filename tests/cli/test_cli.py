@@ -50,13 +50,6 @@ def test_help_says_of_every_command_a_whole_sentence(narrow):
     assert [entry for entry in entries if not entry.rstrip().endswith((".", "?"))] == []
 
 
-def test_the_package_itself_can_be_run():
-    done = subprocess.run(
-        [sys.executable, "-m", "narrowband", "--version"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, f"narrowband {narrowband.__version__}\n"), done.stderr
-
-
 @pytest.mark.parametrize("words", [("bench",), ("bench", "--help")])
 def test_help_of_a_family_names_its_commands(narrow, words):
     code, out, _ = narrow(*words)
@@ -318,6 +311,8 @@ def test_ctrl_c_keeps_finished_rows_and_resume_goes_on(tmp_path):
 
     done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert "Verdict" in done.stdout
+    # The fork server outlives the command for a moment, and holds its terminal: so this waited for both.
+    assert [line for line in done.stderr.splitlines() if not line.startswith("narrowband: compiling loops")] == []
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [row["codec"] for row in summary["rows"]] == ["none", "fp16", "qsgd:bits=4"]
