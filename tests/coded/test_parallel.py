@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import math
+import traceback
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -378,6 +381,109 @@ class Branches(nn.Module):
     def forward(self, x, *, scale, factor):
         logits = self.main(x) * scale[:, None] * factor
         return {"logits": logits, "other": self.other(x).mean(1), "best": logits.argmax(1), "kind": "branches"}
+
+
+def hooked(rank, world_size):
+    """Gradients that hooks have seen, those of all parameters that were there after each backward, and after a hook
+    that steps and drops the gradient at once, as optimizers in backward do.
+    """
+    net = mlp()
+    model = nb.CodedDataParallel(net, 2)
+    seen, averages = [], []
+    removable = [
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.flatten())) for p in net.parameters()
+    ]
+    with model.no_sync():
+        loss_of(model(model.split(batch(0, 12)[0])[0]), model.split(batch(0, 12)[1])[0]).backward()
+    unseen = len(seen)
+    x, y = model.split(*batch(1, 12))
+    loss_of(model(x), y).backward()
+    averages.append(gradient(model))
+    for each in removable:
+        each.remove()
+
+    def step(p):
+        p.data.sub_(p.grad)
+        p.grad = None
+
+    model.zero_grad()
+    expected, calls = flat(net), len(seen)
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    loss_of(model(x), y).backward()
+    moved = expected - flat(net)
+    return unseen, calls, torch.cat(seen), averages[0], moved, all(p.grad is None for p in net.parameters())
+
+
+def test_hooks_that_wait_for_gradients_see_the_average_once():
+    results = run_ranks(hooked, 3)
+    for unseen, calls, seen, average, moved, dropped in results:
+        assert unseen == 0
+        assert calls == len(list(mlp().parameters()))
+        assert torch.equal(seen, average)
+        assert torch.equal(moved, results[0][4])
+        assert moved.any()
+        assert dropped
+
+
+def counted(rank, world_size):
+    """How many process groups there are, with models that come and go, one and two at a time, and choices."""
+    held = []
+
+    def count():
+        gc.collect()
+        held.append(len(dist.distributed_c10d._world.pg_map))
+
+    for transport in ("broadcast", "auto", "multicast", "broadcast"):
+        with contextlib.suppress(nb.UnsupportedError):  # where multicast does not reach everybody
+            model = nb.CodedDataParallel(mlp(), 2, transport)
+            x, y = model.split(*batch(0, 12))
+            loss_of(model(x), y).backward()
+            del model
+        count()
+        nb.choose_redundancy(mlp(), lambda: None, batch_size=12, steps=1)
+        count()
+    both = [nb.CodedDataParallel(mlp(), 2, "broadcast") for _ in range(2)]
+    count()
+    both.clear()
+    count()
+    nb.CodedDataParallel(mlp(), 2)
+    count()
+    return held
+
+
+def test_process_groups_are_used_again():
+    """That of a model ends with it, and that of a choice with the choice."""
+    assert run_ranks(counted, 3) == [[2] * 8 + [3] * 3] * 3
+
+
+def interrupted(rank, world_size):
+    """A group in which an exchange broke off is not lent again; nobody waits for the one who was interrupted."""
+    model = nb.CodedDataParallel(mlp(), 2, "broadcast")
+    x, y = model.split(*batch(0, 12))
+    error = ""
+    if rank == 0:
+        model.transport._exchange = interrupt
+    try:
+        loss_of(model(x), y).backward()
+    except (RuntimeError, KeyboardInterrupt) as raised:
+        error = type(raised).__name__
+        traceback.clear_frames(raised.__traceback__)
+    del model
+    gc.collect()
+    again = nb.CodedDataParallel(mlp(), 2, "broadcast")
+    loss_of(again(x), y).backward()
+    return error, gradient(again)
+
+
+def interrupt(*given):
+    raise KeyboardInterrupt
+
+
+def test_after_an_interrupted_exchange_a_new_model_has_a_group_of_its_own():
+    results = run_ranks(interrupted, 3, timeout_s=120.0)
+    assert [error for error, _ in results] == ["KeyboardInterrupt", "RuntimeError", "RuntimeError"]
+    assert all_equal([found for _, found in results])
 
 
 def branched(rank, world_size):

@@ -67,6 +67,21 @@ def test_the_relative_error_is_that_of_what_arrives(spec):
     assert (both.messages, both.relative_error) == (2, first)
 
 
+@stateful
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_feedback_rounds_no_dtype_silently(spec, dtype):
+    channel, x = Channel(spec), activation(MESSAGES[0], torch.float32).to(dtype)
+    samples, words = samples_of(MESSAGES[0]), f"takes tensors of float32, float16 or bfloat16, not {dtype}"
+    with pytest.raises(TypeError, match=words):
+        channel.pack(x, MESSAGES[0], samples=samples)
+    with pytest.raises(TypeError, match=words):
+        channel.payload_nbytes(SHAPE, dtype, MESSAGES[0], samples=samples)
+    payload = Channel(spec).pack(x.float(), MESSAGES[0], samples=samples)
+    with pytest.raises(TypeError, match=words):
+        channel.unpack(payload, torch.empty_like(x), MESSAGES[0], samples=samples)
+    channel.pack(x.float(), MESSAGES[0], samples=samples)  # nothing has changed
+
+
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_both_ends_are_in_step(spec, dtype):

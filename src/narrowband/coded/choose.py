@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.average import BlockAverage
-from narrowband.collectives import new_group
+from narrowband.collectives import borrow
 from narrowband.errors import UnsupportedError
 from narrowband.transport import Broadcast, Transport, connect
 
@@ -196,17 +196,18 @@ def choose_redundancy(
         raise ValueError(f"steps={steps} must be at least 1")
     users = cast("dist.ProcessGroup", process_group or dist.group.WORLD)
     ranks = dist.get_process_group_ranks(users)
-    own = new_group(ranks, users, None)
-    transports = [connect(transport, own) if isinstance(transport, str) else transport]
-    if transport == "auto" and transports[0].multicast:
-        transports.append(Broadcast(own))
     trained = [p for p in model.parameters() if p.requires_grad]
     device = trained[0].device if trained else torch.device("cpu")
     numels = [p.numel() for p in trained]
-    one_each, rank = Assignment(len(ranks), 1, group=1), dist.get_rank(own)
-    plains = [BlockAverage(one_each, rank, numels, each, device=device) for each in transports]
+    one_each, rank = Assignment(len(ranks), 1, group=1), dist.get_rank(users)
     whole = torch.zeros(sum(numels), dtype=torch.float32, device=device)
+    loan = borrow(users, device)
+    own, transports = loan.hand_over(), []
     try:
+        transports.append(connect(transport, own) if isinstance(transport, str) else transport)
+        if transport == "auto" and transports[0].multicast:
+            transports.append(Broadcast(own))
+        plains = [BlockAverage(one_each, rank, numels, each, device=device) for each in transports]
         seconds = torch.tensor(
             [
                 _median(compute, steps, device),
@@ -217,10 +218,14 @@ def choose_redundancy(
             device=device,
         )
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=own)
+    except BaseException as error:
+        loan.broken = bool(transports) or not isinstance(error, (ValueError, UnsupportedError))
+        raise
     finally:
         for each in transports:
             if each is not transport:
                 each.close()
+        loan.give_back()
     compute_s, all_reduce_s, *communication_s = seconds.tolist()
     choices = [
         replace(

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import math
 import weakref
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -43,7 +43,7 @@ from narrowband.coded.checks import (
 )
 from narrowband.coded.fixed_point import DTYPES
 from narrowband.coded.stats import CodedStepStats
-from narrowband.collectives import new_group
+from narrowband.collectives import borrow
 from narrowband.errors import UnsupportedError
 from narrowband.kernels.compiling import announced
 from narrowband.stats import Stats
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.coded.fixed_point import Span
+    from narrowband.collectives import Loan
 
 __all__ = ["CodedDataParallel"]
 
@@ -66,7 +67,8 @@ class CodedDataParallel(nn.Module):
 
     Create it on all ranks, from the same model. Then train as with ``DistributedDataParallel``, with batches from
     :meth:`sampler` or :meth:`split`. After backward, ``.grad`` is the average over the mini-batch, the same bits on all
-    ranks; zero for a parameter that was not used. A rank keeps the gradients of its C(g−1, r−1) blocks
+    ranks; zero for a parameter that was not used. Hooks of ``register_post_accumulate_grad_hook`` run then, once per
+    exchange. A rank keeps the gradients of its C(g−1, r−1) blocks
     (:class:`Assignment`) until they are sent, each in 4 bytes per parameter, plus ``bits`` bits per parameter.
 
     Args:
@@ -170,27 +172,31 @@ class CodedDataParallel(nn.Module):
         self._samples = 0  # of all mini-batches that the gradients of this step come from
         self._lengths: dict[int, int] = {}  # rows of this rank's batches → samples of their mini-batches
 
-        # A group of our own, so that the user's collectives do not interleave with our messages.
-        timeout = _timeout_of(users, device)
-        own = new_group(ranks, cast("dist.ProcessGroup", users), timeout)
-        self._rank = dist.get_rank(own)
         limits: dict[str, Any] = {}
         if max_failures:
             limits = {"max_failures": max_failures, "silence_timeout": silence_timeout, "readmits": rejoin_steps > 0}
-        self.transport = connect(transport, own, timeout, **limits) if isinstance(transport, str) else transport
-        weakref.finalize(self, self.transport.close)
-        numels = [p.numel() for p in self._trained]
-        self._average = BlockAverage(
-            self.assignment,
-            self._rank,
-            numels,
-            self.transport,
-            bits=bits,
-            span=span,
-            device=device,
-            rejoin_steps=rejoin_steps,
-        )
-        _warm_up(bits, device, own)
+        self._rank = dist.get_rank(users)
+        # A group of our own, so that the user's collectives do not interleave with our messages.
+        loan = borrow(cast("dist.ProcessGroup", users), device)
+        own, timeout = loan.hand_over(), _timeout_of(users, device)
+        try:
+            self.transport = connect(transport, own, timeout, **limits) if isinstance(transport, str) else transport
+            self._average = BlockAverage(
+                self.assignment,
+                self._rank,
+                [p.numel() for p in self._trained],
+                self.transport,
+                bits=bits,
+                span=span,
+                device=device,
+                rejoin_steps=rejoin_steps,
+            )
+            _warm_up(bits, device, own)
+        except BaseException as error:
+            loan.broken = not isinstance(error, (ValueError, UnsupportedError))  # these are raised on all ranks
+            loan.give_back()
+            raise
+        weakref.finalize(self, _close, self.transport, loan)
 
     # ---- for the user ------------------------------------------------------------------------------------------------
 
@@ -377,11 +383,19 @@ class CodedDataParallel(nn.Module):
                 p.grad = part
             else:
                 p.grad += part
+            hooks: dict[int, Callable[[Tensor], None]] | None = getattr(p, "_post_accumulate_grad_hooks", None)
+            for hook in tuple((hooks or {}).values()):  # autograd calls them where it accumulates, and here we do
+                hook(p)
 
     def _drop(self) -> None:
         """Called when a backward has raised: drop all that was computed for this step."""
         self._average.clear()
         self._samples = self._forwards = 0
+
+
+def _close(transport: Transport, loan: Loan) -> None:
+    transport.close()
+    loan.give_back()
 
 
 def _warm_up(bits: int, device: torch.device, group: dist.ProcessGroup) -> None:

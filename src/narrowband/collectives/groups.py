@@ -36,15 +36,27 @@ class Loan:
     _shelf: _Shelf
     #: Whether a collective failed in the group, which then cannot be lent again.
     broken: bool = False
+    _handed_over: weakref.ref[dist.ProcessGroup] | None = None
+
+    def hand_over(self) -> dist.ProcessGroup:
+        """Return the group, and refer to it only weakly from now on.
+
+        For a borrower that may destroy the group to close its connections, which stay open as long as anything refers
+        to it. A group that was destroyed is not lent again.
+        """
+        group = self.group
+        self._handed_over = weakref.ref(group)
+        del self.group
+        return group
 
     def give_back(self) -> None:
         """Make the group free for the next borrower. Call it when no collective of this rank is in flight in the group.
 
         A broken group is released instead: its connections are closed when nothing refers to it any more.
         """
-        if not self.broken:
-            self._shelf.free[self.number] = self.group
-        del self.group
+        group = vars(self).pop("group", None) if self._handed_over is None else self._handed_over()
+        if group is not None and not self.broken:
+            self._shelf.free[self.number] = group
 
 
 class _Shelf:

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["At", "Channel", "ChannelStats"]
+__all__ = ["COMPRESSIBLE", "At", "Channel", "ChannelStats"]
+
+#: The dtypes that codecs encode.
+COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 _PLAIN = Identity()
 _REUSE = "reuse"
@@ -227,6 +230,7 @@ class Channel:
             samples: (B,), the ids of the samples, for ``aq-sgd``.
             training: see :meth:`pack`.
         """
+        self._check_dtype(dtype)
         if training and self.warming_up(at):
             return _PLAIN.payload_nbytes(shape, dtype)
         return self._carrier.payload_nbytes(shape, dtype, self._message(at, samples, training))
@@ -254,10 +258,11 @@ class Channel:
             places: with ``reuse=forward`` in evaluation: the indices that forward chose, see :meth:`places`.
 
         Raises:
-            TypeError: no codec takes this dtype.
+            TypeError: the codec does not take this dtype; with feedback, no channel takes another than these.
             ValueError: the samples do not fit the tensor.
             UnsupportedError: the message is out of order, and the spec's feedback needs the order.
         """
+        self._check_dtype(x.dtype)
         x = x.detach().contiguous().resolve_neg()
         if training:
             self._in_order(at)
@@ -307,6 +312,7 @@ class Channel:
             PayloadError: the payload has another length, or an index out of range. Nothing has changed then, and a good
                 copy of the message can be unpacked.
         """
+        self._check_dtype(out.dtype)
         if training:
             self._in_order(at)
         else:
@@ -389,6 +395,14 @@ class Channel:
                 f"step {at.step}, micro-batch {at.microbatch} comes after step {self._last.step}, micro-batch "
                 f"{self._last.microbatch}. With {self} both ends must see micro-batches in one order: use a schedule "
                 "that keeps the order, or a spec without feedback"
+            )
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise TypeError for a dtype that feedback would round: its buffers and messages are in float32."""
+        if self._state is not None and dtype not in COMPRESSIBLE:
+            raise TypeError(
+                f"{self} takes tensors of float32, float16 or bfloat16, not {dtype}, which feedback would round to "
+                "float32; convert the tensor, or send it without compression"
             )
 
     def _message(self, at: At, samples: Tensor | None, training: bool, places: Tensor | None = None) -> Message:

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from narrowband.pipeline.channel import Channel, ChannelStats
+from narrowband.pipeline.channel import COMPRESSIBLE, Channel, ChannelStats
 from narrowband.units import whole_number
 
 if TYPE_CHECKING:
@@ -26,14 +24,13 @@ log = logging.getLogger("narrowband")
 #: Warnings that have been logged: each is logged once per process.
 _said: set[str] = set()
 
-_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 #: The most tensors per boundary. A channel's index in the model is (boundary · _MOST_TENSORS + tensor) · 2 + direction.
 _MOST_TENSORS = 1 << 10
 
 
 def compressible(x: Tensor) -> bool:
     """Whether a codec can encode the tensor; all others cross a boundary unchanged."""
-    return x.dtype in _COMPRESSIBLE and x.numel() > 0
+    return x.dtype in COMPRESSIBLE and x.numel() > 0
 
 
 class ChannelPairs:
