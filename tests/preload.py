@@ -8,6 +8,7 @@ import gc
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
+import torch._inductor.compile_fx
 import torch.distributed.pipelining  # noqa: F401
 
 import narrowband.bench.imports  # noqa: F401

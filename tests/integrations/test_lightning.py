@@ -30,7 +30,6 @@ from tests.integrations.direct import (
     on_two_ranks,
     outcome,
 )
-from tests.ranks import run_ranks
 from tests.thorough import thorough
 
 pytestmark = needs("lightning")
@@ -355,7 +354,7 @@ def broken_in_backward(rank, world_size, folder):
 
 
 def test_after_an_exception_in_the_middle_of_a_step_parameters_are_saved_without_residuals(tmp_path):
-    for error, step, has_state, said in run_ranks(broken_in_backward, 2, str(tmp_path), fresh=True, timeout_s=240.0):
+    for error, step, has_state, said in on_two_ranks(broken_in_backward, str(tmp_path)):
         assert error == ("ValueError", "the first layer's gradient")
         assert (step, has_state, said) == (EPOCH, False, 1)
 

@@ -16,6 +16,9 @@ from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
 from tests.torches import since_2_12
 
+#: Schedules that give the last rank the two stages in the middle, and the first rank the first and the last.
+FOLDED = ("ZBVZeroBubble", "DualPipeV")
+
 
 def in_one_process(rank, world_size, number, forward, backward, local=(), warm_up=None, evaluate=True):
     """Losses and parameters of the model with boundaries, of which those in ``local`` do not compress."""
@@ -61,7 +64,7 @@ def places(name, rank, world_size):
     """The stages of a rank."""
     if name in ("GPipe", "1F1B"):
         return [rank]
-    if name == "ZBVZeroBubble":
+    if name in FOLDED:
         return [rank, 2 * world_size - 1 - rank]
     return [rank, world_size + rank]
 
@@ -86,7 +89,7 @@ def on_ranks(rank, world_size, name, forward, backward, warm_up=None):
         optimizer.step()
     for at in mine:
         cut[at].eval()
-    if name != "ZBVZeroBubble":  # PyTorch 2.13 cannot evaluate under it
+    if name not in FOLDED:  # PyTorch 2.13 cannot evaluate under them
         losses += run_step(schedule, stages, *batch(99), train=False)
     found = {at: [p.detach() for p in cut[at].parameters()] for at in mine}
     return losses, found, {at: stage.stats() for at, stage in zip(mine, stages, strict=True)}
@@ -95,7 +98,7 @@ def on_ranks(rank, world_size, name, forward, backward, warm_up=None):
 def check_same(name, forward, backward, warm_up=None, world_size=4):
     ranks = run_ranks(on_ranks, world_size, name, forward, backward, warm_up)
     number = len(ranks) * len(ranks[0][1])
-    folded = name == "ZBVZeroBubble"
+    folded = name in FOLDED
     local = (number // 2 - 1,) if folded else ()  # the two stages of the last rank
     ((expected, parameters, boundaries),) = run_ranks(
         in_one_process, 1, number, forward, backward, local, warm_up, not folded
@@ -135,6 +138,7 @@ def test_stages_train_as_boundaries_do(name, forward, backward):
         "Interleaved1F1B",
         "InterleavedZeroBubble",
         pytest.param("ZBVZeroBubble", marks=since_2_12("a rank sends to itself, which gloo cannot")),
+        pytest.param("DualPipeV", marks=since_2_12("a rank sends to itself, which gloo cannot")),
     ],
 )
 @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ import copy
 import itertools
 import math
 import os
-import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -555,8 +553,8 @@ def interrupted_anywhere(rank, world_size, address, where):
     """
     seen = []
     for line in range(1, 1000):
-        model, optimizer, handle = join(address, rank, begin_with=1, run=f"{where} {line}")
-        train(model, rank, range(3), optimizer)
+        model, optimizer, handle = join(address, rank, optimizer=sgd, every=1, begin_with=1, run=f"{where} {line}")
+        train(model, rank, [0], optimizer)
         before = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
         passed, turn = [], handle._meeting._turn()
         exchange, vote = handle._exchange, handle._meeting.vote
@@ -580,7 +578,7 @@ def interrupted_anywhere(rank, world_size, address, where):
         elif where.startswith("again"):  # it comes once where the peer votes, and once more after that
             handle._meeting.vote = is_interrupted
         optimizer.zero_grad()
-        loss_of(model, 3, rank).backward()
+        loss_of(model, 1, rank).backward()
         with contextlib.suppress(KeyboardInterrupt):
             if where == "anywhere":
                 interrupt(line, passed)
@@ -834,31 +832,32 @@ def test_who_would_train_something_else_is_told_and_disturbs_nobody(store):
     assert "sign+ef here" in error[1]
 
 
-def without_a_store(rank, world_size, address, pid):
-    model, optimizer, handle = join(address, rank, begin_with=world_size)
+def without_a_store(rank, world_size, port):
+    """The last rank serves the store, until peers have taken their fifth step."""
+    peers, address = world_size - 1, f"127.0.0.1:{port}"
+    if rank == peers:
+        held = serve(port, "127.0.0.1")
+        side = nb.Rendezvous(address).connect()
+        side.wait([f"{peer} is in no round" for peer in range(peers)])
+        os.kill(os.getpid(), signal.SIGKILL)
+        return held
+    model, optimizer, handle = join(address, rank, begin_with=peers)
     train(model, rank, range(5), optimizer)
-    side = nb.Rendezvous(address).connect()
-    if side.add("there", 1) == world_size:  # nobody is in a round any more
-        os.kill(pid, signal.SIGKILL)
-    host, port = address.split(":")
+    nb.Rendezvous(address).connect().set(f"{rank} is in no round", "1")
     with contextlib.suppress(OSError):
         while True:  # until nothing listens there
-            socket.create_connection((host, int(port))).close()
+            socket.create_connection(("127.0.0.1", port)).close()
     error = refusal(lambda: train(model, rank, [5], optimizer))
     return error, handle.rounds, flat(model)
 
 
-def test_a_store_that_dies_is_an_error_and_parameters_are_those_of_the_last_round(tmp_path):
-    command = [sys.executable, "-m", "narrowband.cli", "rendezvous", "--port", "0", "--host", "127.0.0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            address = re.search(r"127\.0\.0\.1:\d+", server.stdout.readline())[0]
-            results = run_ranks(without_a_store, 2, address, server.pid, group=False)
-        finally:
-            server.kill()
-    for error, rounds, after in results:
+def test_a_store_that_dies_is_an_error_and_parameters_are_those_of_the_last_round():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    results = left_over(without_a_store, 3, port)
+    for error, rounds, after in results.values():
         assert error[0] == "RendezvousError"
-        assert f"the store at {address} does not answer any more" in error[1]
+        assert f"the store at 127.0.0.1:{port} does not answer any more" in error[1]
         assert rounds == 3
         assert torch.equal(after, results[0][2])  # the round's parameters, not this peer's own
 
