@@ -30,7 +30,7 @@ ELSEWHERE = {
     "narrowband.coded.parallel.CodedDataParallel": "needs three ranks; docs/how-to/coded.md runs these lines",
     "narrowband.coded.parallel.CodedDataParallel.split": "needs three ranks; tests/coded/test_parallel.py",
     "narrowband.pipeline.stage.CompressedStage": "needs four ranks; docs/how-to/pipeline.md runs these lines",
-    "narrowband.updates.elastic.ElasticUpdateCompression.count": "needs a store; tests/updates/test_elastic.py",
+    "narrowband.updates.elastic.ElasticUpdateCompression.count": "needs a store; tests/updates/test_peers_late.py",
 }
 
 #: Modules that import what few have installed; docs/how-to/trainers.md runs what their examples show.

@@ -54,11 +54,13 @@ class WithLoss(nn.Module):
 class OfRank(torch.utils.data.IterableDataset):
     """The batches of a rank, one by one."""
 
+    batches = BATCHES
+
     def __init__(self, rank):
         self.rank = rank
 
     def __iter__(self):
-        for batch in range(BATCHES):
+        for batch in range(self.batches):
             x, y = data(batch, self.rank)
             yield {"x": x, "y": y}
 
@@ -137,6 +139,23 @@ def test_a_trainer_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_pa
         "narrowband-rank0-of-2.pt",
         "narrowband-rank1-of-2.pt",
     ]
+
+
+def with_a_batch_left(rank, world_size, folder):
+    """Epochs of a step and one batch more."""
+    OfRank.batches = ACCUMULATE + 1
+    try:
+        return train(rank, world_size, folder, steps=STEPS // 2)
+    finally:
+        OfRank.batches = BATCHES
+
+
+def test_batches_that_are_left_of_an_epoch_of_unknown_length_are_averaged_once_more(tmp_path):
+    """The Trainer takes them into the first step of the next epoch, and has DDP average after the last one, too."""
+    first, second = on_two_ranks(with_a_batch_left, str(tmp_path))
+    assert torch.equal(first["parameters"], second["parameters"])
+    assert first["steps"] == second["steps"] == STEPS // 2 + 1
+    assert len(first["losses"]) == (STEPS // 2) * ACCUMULATE + 1
 
 
 def killed(rank, world_size, folder):

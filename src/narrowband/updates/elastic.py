@@ -37,11 +37,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from narrowband import kernels
 from narrowband.averaging.flat import form_of, real
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.state import check_state, kept
 from narrowband.collectives import new_group
-from narrowband.errors import UnsupportedError
+from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.averaged import floating_buffers
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
 from narrowband.updates.rounds import Rounds, UpdateCompression, said_of
@@ -114,6 +115,9 @@ class ElasticUpdateCompression(UpdateCompression):
         self._linked = self._warned = False
         self._longest_s: float | None = None  # the longest exchange over the current connections
         self._counted, self._has_counted = 0.0, False
+        # Checksums of the parameters after the last round, None if not known; and whether other ones have been found.
+        self._left_with: list[int] | None = None
+        self._has_others = False
         self._round = -1  # number of commits since the peers' run began in the store; -1: not in a round yet
         self._has_its_round = True  # whether the parameters are those of `_round`: no later round was left midway
         # The round that this peer is in, and how to undo its exchange, until the peer has learned the outcome.
@@ -134,6 +138,7 @@ class ElasticUpdateCompression(UpdateCompression):
 
         self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
         self._whole.keep(self._averaged.tensors(), parameters=False)
+        self._left_with = self._checksums()
         self._held_at = time.monotonic()
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
@@ -190,10 +195,12 @@ class ElasticUpdateCompression(UpdateCompression):
         Raises:
             RendezvousError: the store does not answer, or no round was held for ``patience_s``. The parameters are then
                 those of the last round, and this handle cannot be used any more.
-            DisagreementError: peers are about to do different things, or differ.
+            DisagreementError: peers are about to do different things, or differ. If only some peers have changed their
+                parameters since the last round otherwise than by steps, only these peers get the error.
         """
         self._check_between_steps("average")
         self._before_step(stepping=False)
+        self._left_with = None  # not known while a round changes them
         tensors = self._averaged.tensors()
         weight = float(self._steps) if self._rounds.weigh == "steps" else self._counted
         self._steps, self._counted = 0, 0.0
@@ -206,6 +213,40 @@ class ElasticUpdateCompression(UpdateCompression):
             with self._changing():
                 self._whole.keep(tensors, parameters=False)
             self._held_at = time.monotonic()
+            self._left_with = self._checksums()
+
+    @torch.no_grad()
+    def _before_step(self, *, stepping: bool = True) -> None:
+        """Note, before the first step since the last round, whether parameters are still those after the round."""
+        if self._left_with is not None and not self._whole.anchored:
+            self._has_others |= self._checksums() != self._left_with
+            self._left_with = None
+        super()._before_step(stepping=stepping)
+
+    def _checksums(self) -> list[int]:
+        """Return a checksum of each parameter."""
+        buffers = self._averaged.buffers
+        sums = [kernels.checksum(x) for name, x in self._averaged.tensors().items() if name not in buffers]
+        return torch.stack(sums).tolist() if sums else []
+
+    def _check_others(self, view: View) -> bool:
+        """Return whether the round can be held: on all peers, parameters are still those after the last round, or on
+        none.
+
+        Raises:
+            DisagreementError: only on this peer, and some others, they are not.
+        """
+        if view.changed != {False, True}:
+            self._check_next |= view.changed == {True}  # those who loaded the same go on
+            return True
+        if view.behind or not view.entries[view.rank].changed:
+            return False
+        self._meeting.leave()
+        raise DisagreementError(
+            f"the parameters of this peer were changed since round {self.rounds} by something else than optimizer "
+            "steps, such as model.load_state_dict(...), and those of other peers were not. A peer that comes to a run "
+            "that goes on gets the others' parameters: load no checkpoint then, or load it before compress_updates"
+        )
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -245,12 +286,13 @@ class ElasticUpdateCompression(UpdateCompression):
                     f"no exchange has succeeded for patience_s={self._rules.patience_s:g} seconds; warnings in the log "
                     "say why"
                 )
-            view = self._meeting.arrive(self._round if self._has_its_round else min(self._round, 0), weight)
+            number = self._round if self._has_its_round else min(self._round, 0)
+            view = self._meeting.arrive(number, weight, changed=self._has_others)
             self._unsettled = view, put_back
             good, took, self._has_its_round = False, None, False
             try:
                 try:
-                    if self._meeting.is_open(view):
+                    if self._meeting.is_open(view) and ("_engine" not in vars(self) or self._check_others(view)):
                         if view.fresh or not self._linked:
                             self._longest_s = None
                             link(view)
@@ -261,8 +303,11 @@ class ElasticUpdateCompression(UpdateCompression):
                 except (RendezvousError, UnsupportedError):
                     raise
                 except RuntimeError as error:  # errors of the network: gloo raises RuntimeError
-                    number = view.round + self._rounds_before
-                    log.warning("round %d: the exchange broke off, and will be repeated: %s", number, error)
+                    log.warning(
+                        "round %d: the exchange broke off, and will be repeated: %s",
+                        view.round + self._rounds_before,
+                        error,
+                    )
                 committed = self._meeting.vote(view, good=good, within_s=self._breaks_off_after_s())
             except BaseException:
                 self._leave_round()
@@ -273,7 +318,7 @@ class ElasticUpdateCompression(UpdateCompression):
                 if took is not None:  # otherwise all weights are 0, and there is no mean
                     self._apply(self._fragments, self._averaged.tensors())
                 self._round, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
-                self._has_its_round = True
+                self._has_its_round, self._has_others = True, False
                 return
             self._undo(put_back)
 
@@ -488,13 +533,26 @@ class ElasticUpdateCompression(UpdateCompression):
 
         Raises:
             ValueError: a state does not fit, on any peer. Nothing has changed then.
+            RendezvousError: other peers of the last round loaded no state, but went on. Nothing has changed then.
         """
-        super().load_state_dict(state)
-        own = self._own_updates(state)
+        self._check_between_steps("load_state_dict")
+        broken = self._engine.error is not None
+        try:
+            super().load_state_dict(state)
+            own = self._own_updates(state)
+            said = [own.get("rounds", self.rounds)]  # states of earlier versions lack it
+            dist.broadcast_object_list(said, src=0)
+        except RuntimeError as error:
+            if broken or isinstance(error, RendezvousError):
+                raise
+            raise RendezvousError(
+                f"load_state_dict: not all peers of the last round loaded a state ({error}). A peer that comes to a "
+                "run that goes on gets the others' parameters, and loads no checkpoint. To take all back to a "
+                "checkpoint, start all of them again"
+            ) from error
         self._counted, self._scaled_by = own["counted"], own.get("scaled by", 1.0)
-        said = [own.get("rounds", self.rounds)]  # states of earlier versions lack it
-        dist.broadcast_object_list(said, src=0)
         self._rounds_before = said[0] - self._round
+        self._left_with, self._has_others = self._checksums(), False
 
     def _check_updates(self, state: Mapping[str, Any]) -> None:
         super()._check_updates(state)

@@ -143,11 +143,13 @@ class Entry:
         peer: the peer's identity, different each time that the process starts.
         round: number of commits that its parameters have seen; -1 if it has not been in a round.
         weight: weight of its update in the mean.
+        changed: whether something else than a step has changed its parameters since then.
     """
 
     peer: str
     round: int
     weight: float
+    changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,13 @@ class View:
         return any(entry.round != self.round for entry in self.entries)
 
     @property
+    def changed(self) -> set[bool]:
+        """Whether parameters of the last round were changed by something else than steps, on each peer that has them:
+        both values if only some were. Empty at the beginning, when all take the first peer's parameters.
+        """
+        return set() if self.beginning else {entry.changed for entry in self.entries if entry.round == self.round}
+
+    @property
     def newcomers(self) -> list[int]:
         """Ranks of the peers that have not been in a round."""
         return [rank for rank, entry in enumerate(self.entries) if entry.round < 0]
@@ -218,18 +227,19 @@ class Meeting:
 
     # ---- arriving ----------------------------------------------------------------------------------------------------
 
-    def arrive(self, round_number: int, weight: float) -> View:
+    def arrive(self, round_number: int, weight: float, *, changed: bool = False) -> View:
         """Wait until there is a view with this peer in it, and return the view.
 
         Args:
             round_number: number of commits that this peer's parameters have seen; -1 if it has not been in a round.
             weight: weight of its update.
+            changed: whether something else than a step has changed this peer's parameters since then.
 
         Raises:
             RendezvousError: the store does not answer, no round was held for too long, or no peer is left that has the
                 parameters of the last one.
         """
-        own = Entry(self.peer, round_number, weight)
+        own = Entry(self.peer, round_number, weight, changed)
         end = time.monotonic() + self._rules.patience_s
         with self._answering():
             while True:

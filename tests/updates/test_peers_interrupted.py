@@ -1,0 +1,194 @@
+"""Ctrl-C anywhere in a round: the peer goes on, and its residuals are those of the round's outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import pytest
+import torch
+
+import narrowband as nb
+from narrowband.updates import fragments
+from tests.gradients.training import flat, loss_of, refusal, sgd, train
+from tests.ranks import run_ranks
+from tests.updates.peers import LONG_S, join
+
+
+def interrupted(rank, world_size, address, where):
+    """Peer 2 is interrupted in its fourth round, and its program goes on: what all have after each round; what it
+    keeps of its residuals before and after; and in how many rounds somebody was missing.
+    """
+    model, optimizer, handle = join(address, rank, begin_with=world_size, exchange_s=LONG_S)
+    side = nb.Rendezvous(address).connect()
+
+    def stops(method, *, after):
+        """Ctrl-C comes before a method, or, where it waits in C++, when it returns."""
+
+        def stopping(*given, **options):
+            now = handle.rounds == 3 and not side.check(["stopped"])
+            if now and where == "in an exchange":
+                side.wait(["0 is in it", "1 is in it"])
+            result = None if now and not after else method(*given, **options)
+            if now:
+                side.set("stopped", "1")
+                raise KeyboardInterrupt
+            return result
+
+        return stopping
+
+    if rank == 2:
+        if where == "in an exchange":
+            handle.feed = stops(handle.feed, after=False)
+        elif where == "after an exchange":
+            handle._exchange = stops(handle._exchange, after=True)
+        elif where == "after the vote":
+            handle._meeting.vote = stops(handle._meeting.vote, after=True)
+        elif where == "while the mean is applied":
+            handle._apply = stops(handle._apply, after=False)
+        elif where == "while it takes its update":
+            difference = fragments._take_difference
+            fragments._take_difference = stops(difference, after=True)  # the first tensor has changed
+        else:
+            handle._meeting._meet = stops(handle._meeting._meet, after=False)
+    else:
+        feed = handle.feed
+
+        def fed(*given, **options):
+            if handle.rounds == 3:
+                side.set(f"{rank} is in it", "1")
+            return feed(*given, **options)
+
+        handle.feed = fed
+    seen, kept, missing = {}, [], 0
+    for step in range(100):
+        if handle.rounds == 7:
+            break
+        before = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+        try:
+            train(model, rank, [step], optimizer)
+        except KeyboardInterrupt:
+            kept = [before, {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}]
+            continue
+        if not handle.steps:
+            seen[handle.rounds] = flat(model)
+            missing += len(handle.peers) < world_size
+    handle.remove()
+    if where == "while it takes its update" and rank == 2:
+        fragments._take_difference = difference
+    return seen, kept, missing
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "while it takes its update",
+        "while it waits",
+        "in an exchange",
+        "after an exchange",
+        "after the vote",
+        "while the mean is applied",
+    ],
+)
+def test_a_peer_that_was_interrupted_goes_on_and_is_equal_again(store, where):
+    """And nobody waits for a time-out, which would be five minutes."""
+    results = run_ranks(interrupted, 3, store, where, group=False)
+    first = results[0][0]
+    assert list(first) == [2, 3, 4, 5, 6, 7]
+    for rank, (seen, kept, missing) in enumerate(results):
+        voted = rank == 2 and where in ("after the vote", "while the mean is applied")
+        assert list(seen) == [rounds for rounds in first if not voted or rounds != 4]
+        assert all(torch.equal(seen[rounds], first[rounds]) for rounds in seen)
+        assert missing == 0
+        if rank == 2 and not voted:
+            before, after = kept
+            assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def interrupt(stop_at, passed, until=None):
+    """Let Ctrl-C come at one of the lines of rounds among peers that run from now on, for the first time each, until a
+    function is called; note those before it.
+    """
+
+    def traced(frame, event, _):
+        code = frame.f_code
+        if not code.co_filename.endswith(("updates/elastic.py", "updates/rendezvous.py")):
+            return None
+        if code.co_name == until:
+            sys.settrace(None)
+            return None
+        if event == "line" and (line := (code.co_filename, frame.f_lineno)) not in passed:
+            passed.append(line)
+            if len(passed) == stop_at:
+                raise KeyboardInterrupt  # which ends the tracing
+        return traced
+
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # those that run already
+        frame.f_trace = traced
+    sys.settrace(traced)
+
+
+def interrupted_anywhere(rank, world_size, address, where):
+    """One run for each line of a round, in which Ctrl-C comes there: whether the round was committed; the residuals
+    before and after it; and what keeps the peer from its next round.
+    """
+    seen = []
+    for line in range(1, 1000):
+        model, optimizer, handle = join(address, rank, optimizer=sgd, every=1, begin_with=1, run=f"{where} {line}")
+        train(model, rank, [0], optimizer)
+        before = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+        passed, turn = [], handle._meeting._turn()
+        exchange, vote = handle._exchange, handle._meeting.vote
+
+        def breaks_off(fragments, handle=handle, exchange=exchange, line=line, passed=passed, **options):
+            handle._exchange = exchange
+            exchange(fragments, **options)
+            handle._engine.error = RuntimeError("the wire broke")
+            interrupt(line, passed, until="arrive")
+            raise handle._engine.error
+
+        def is_interrupted(view, handle=handle, vote=vote, line=line, passed=passed, **options):
+            handle._meeting.vote = vote
+            if where == "again after the vote":
+                vote(view, **options)
+            interrupt(line, passed)
+            raise KeyboardInterrupt
+
+        if where == "where the exchange breaks off":
+            handle._exchange = breaks_off
+        elif where.startswith("again"):  # it comes once where the peer votes, and once more after that
+            handle._meeting.vote = is_interrupted
+        optimizer.zero_grad()
+        loss_of(model, 1, rank).backward()
+        with contextlib.suppress(KeyboardInterrupt):
+            if where == "anywhere":
+                interrupt(line, passed)
+            optimizer.step()
+        sys.settrace(None)
+        after = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+        last = handle._meeting._turn()
+        committed = last > turn and handle._meeting._outcome(last) == "commit"
+        seen.append((committed, before, after, refusal(lambda handle=handle: handle._check_between_steps("average"))))
+        handle.remove()
+        if len(passed) < line:
+            return seen
+    raise AssertionError("a round has fewer lines")
+
+
+@pytest.mark.parametrize(
+    "where", ["anywhere", "where the exchange breaks off", "again before the vote", "again after the vote"]
+)
+def test_wherever_a_peer_is_interrupted_its_residuals_are_those_of_the_rounds_outcome(store, where):
+    """Of a round that was committed they are what it did not send, and otherwise those before it."""
+    (seen,) = run_ranks(interrupted_anywhere, 1, store, where, group=False, timeout_s=300.0)
+    outcomes = [committed for committed, *_ in seen]
+    expected = {"again before the vote": {False}, "again after the vote": {True}}.get(where, {False, True})
+    assert set(outcomes) == expected
+    assert len(seen) > (80 if where == "anywhere" else 10)
+    sent = next((after for committed, _, after, _ in reversed(seen) if committed), None)
+    for committed, before, after, refused in seen:
+        assert refused is None
+        assert not committed or not all(torch.equal(after[name], before[name]) for name in before)
+        due = sent if committed else before
+        assert all(torch.equal(after[name], due[name]) for name in before)
