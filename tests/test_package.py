@@ -15,6 +15,7 @@ import pytest
 
 import narrowband
 from narrowband.errors import DISTRIBUTION, pip_install
+from tests.ranks import run_ranks
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -86,6 +87,18 @@ def test_import_loads_nothing_else_of_other_packages(added):
 def test_import_leaves_the_upper_floors_and_the_backends_alone(added):
     upper = ("narrowband.cli", "narrowband.bench", "narrowband.report", "narrowband.lab", "narrowband.kernels.cpu")
     assert {name for name in added if name.startswith(upper)} == set()
+
+
+def imported_by_names(rank, world_size):
+    before = set(sys.modules)
+    for name in narrowband.__all__:
+        if name not in ("CompressedStage", "Recorder"):
+            getattr(narrowband, name)
+    return sorted(set(sys.modules) - before)
+
+
+def test_ranks_that_are_forked_have_imported_all_of_it():
+    assert run_ranks(imported_by_names, 1, fresh=True, group=False) == [[]]
 
 
 def test_command_lines_that_train_nothing_do_not_wait_for_pytorch():

@@ -15,6 +15,13 @@ import torch.distributed
 import torch.nn.parallel  # noqa: F401
 from numba.core.registry import cpu_target
 
+import narrowband.activations
+import narrowband.adapt
+import narrowband.coded
+import narrowband.gradients
+import narrowband.pipeline
+import narrowband.sharding
+import narrowband.updates  # noqa: F401
 from narrowband.kernels.backends import Backend
 
 # ``torch._dynamo``, because the first optimizer of a process imports it, and Numba's types, because its first loop
