@@ -302,7 +302,7 @@ def test_lab_passes_on_the_exit_code_and_writes_the_counts(narrow, tmp_path):
 
 def test_ctrl_c_keeps_finished_rows_and_resume_goes_on(tmp_path):
     command = [
-        sys.executable, "-m", "narrowband.cli", "demo", "--nodes", "2", "--model", "gpt-tiny", "--steps", "40",
+        sys.executable, "-m", "narrowband.cli", "demo", "--nodes", "2", "--model", "gpt-tiny", "--steps", "12",
         "--codecs", "qsgd:bits=4", "--out", str(tmp_path),
     ]  # fmt: skip
     said = stopped(command, lambda: list(tmp_path.glob("rows/none-*.json")))

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "narrowband.activations.compiled.compiled_saving": "Inductor takes a minute; tests/activations/test_compiled.py",
     "narrowband.activations.dynamo.is_compiled_itself": "importing Inductor warns, which is an error in a test",
     "narrowband.adapt.plan.Plan": "needs a file; docs/how-to/adapt.md runs these lines",
-    "narrowband.bench.memory.footprint": "an interpreter of its own; tests/bench/test_bench_memory.py",
+    "narrowband.bench.peaks.footprint": "an interpreter of its own; tests/bench/test_bench_memory.py",
     "narrowband.coded.choose.choose_redundancy": "needs three ranks; docs/how-to/coded.md runs these lines",
     "narrowband.coded.parallel.CodedDataParallel": "needs three ranks; docs/how-to/coded.md runs these lines",
     "narrowband.coded.parallel.CodedDataParallel.split": "needs three ranks; tests/coded/test_parallel.py",

@@ -57,7 +57,7 @@ def test_losses_are_those_of_the_record():
         assert float(loss) == pytest.approx(math.log(own.mean), abs=5e-4)
         assert above == [told_above(own.name, "shakespeare"), told_above(own.name, "gpt")], called
     gradients, updates = (f"{100 * above_gradients(name):.0f} %" for name in ("gradients, top 1%", "updates, top 1%"))
-    said = f"the largest 1 % of gradients cost {gradients}, of updates {updates}"
+    said = f"the largest 1 % of gradients raised the loss by {gradients}, the largest 1 % of updates by {updates}"
     assert said in (ROOT / "docs/how-to/loss-got-worse.md").read_text()
     assert f"[cost {gradients}]" in (ROOT / "docs/how-to/choose-a-codec.md").read_text()
     rounds_of_two_bits = f"{100 * above_gradients('every 15, 2 bits, in place'):.0f} %"

@@ -1,8 +1,8 @@
 """Compiles every Triton loop for a GPU, without one, and prints what the machine code must not hold or take, as JSON.
 
 ``python -m tests.kernels.backends.compiled CAPABILITY``, without ``TRITON_INTERPRET``. Wrappers are called with small
-tensors, and where they would start a loop it is compiled instead: at least once with every dtype, every constant and
-every number of warps that it is called with, and in all of their combinations if ``every`` is the second argument.
+tensors, and where they would start a loop it is compiled instead: at least once with every dtype of every argument, and
+if ``every`` is the second argument with all combinations of dtypes, constants and warps that it is called with.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def main(capability: int, *, every: bool) -> None:
     def compiled(loop, programs, *arguments, on, num_warps=4, **constants):
         names = [name for name in loop.arg_names if name not in constants]
         types = {name: _type(value) for name, value in zip(names, arguments, strict=True)}
-        parts = {*types.items(), *constants.items(), ("warps", num_warps)}
-        form, known = {frozenset(parts)} if every else parts, forms.setdefault(loop, set())
+        whole = frozenset([*types.items(), *constants.items(), ("warps", num_warps)])
+        form, known = {whole} if every else {*types.items()}, forms.setdefault(loop, set())
         if form <= known:
             return
         known |= form

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 #: Spec → steps of training.
 SPECS = {
-    "qsgd:bits=4": 6,
-    "uniform:bits=3+ef": 6,
-    "topk:density=0.1+ef:store=int8": 4,
-    "dgc:density=0.1,nesterov=true": 4,
+    "qsgd:bits=4": 3,
+    "uniform:bits=3+ef": 3,
+    "topk:density=0.1+ef:store=int8": 3,
+    "dgc:density=0.1,nesterov=true": 3,
     "powersgd:rank=2": 3,
 }
 
