@@ -144,6 +144,25 @@ def test_all_peers_may_change_parameters_alike(store, differs):
     assert differs or torch.equal(results[0][1], results[1][1])
 
 
+def changed_by_most(rank, world_size, address):
+    """Peer 2 does not do what the others do between two rounds."""
+    model, optimizer, handle = join(address, rank, "none", every=20, begin_with=world_size)
+    train(model, rank, range(20), optimizer)
+    if rank < 2:
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.01, 0.01)
+    error = refusal(lambda: train(model, rank, range(20, 40), optimizer))
+    return error, flat(model), len(handle.peers)
+
+
+def test_a_peer_that_alone_does_not_clip_weights_is_told_and_the_others_go_on(store):
+    *others, (error, _, _) = run_ranks(changed_by_most, 3, store, group=False)
+    assert error[0] == "DisagreementError"
+    assert "other peers have changed their parameters" in error[1]
+    assert [(error, peers) for error, _, peers in others] == [(None, 2)] * 2
+    assert torch.equal(others[0][1], others[1][1])
+
+
 def loading_alone(rank, world_size, address):
     """Peer 1 comes to a run that goes on, and loads the state of its handle."""
     side = nb.Rendezvous(address).connect()

@@ -196,7 +196,8 @@ class ElasticUpdateCompression(UpdateCompression):
             RendezvousError: the store does not answer, or no round was held for ``patience_s``. The parameters are then
                 those of the last round, and this handle cannot be used any more.
             DisagreementError: peers are about to do different things, or differ. If only some peers have changed their
-                parameters since the last round otherwise than by steps, only these peers get the error.
+                parameters since the last round otherwise than by steps, only the fewer get the error: these or the
+                others.
         """
         self._check_between_steps("average")
         self._before_step(stepping=False)
@@ -234,14 +235,23 @@ class ElasticUpdateCompression(UpdateCompression):
         none.
 
         Raises:
-            DisagreementError: only on this peer, and some others, they are not.
+            DisagreementError: peers differ in this, and this one is among the fewer. Of as many, those are which have
+                changed their parameters.
         """
-        if view.changed != {False, True}:
-            self._check_next |= view.changed == {True}  # those who loaded the same go on
+        changed = view.changed
+        if len(set(changed)) < 2:
+            self._check_next |= any(changed)  # those who loaded the same go on
             return True
-        if view.behind or not view.entries[view.rank].changed:
+        own, fewer = view.entries[view.rank].changed, 2 * sum(changed) <= len(changed)
+        if view.behind or own is not fewer:
             return False
         self._meeting.leave()
+        if not own:
+            raise DisagreementError(
+                f"other peers have changed their parameters since round {self.rounds} by something else than optimizer "
+                "steps, and this peer has not. If the training loop changes parameters after every step, such as by "
+                "clipping weights, do the same after compress_updates returns"
+            )
         raise DisagreementError(
             f"the parameters of this peer were changed since round {self.rounds} by something else than optimizer "
             "steps, such as model.load_state_dict(...), and those of other peers were not. A peer that comes to a run "

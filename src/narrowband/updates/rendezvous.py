@@ -189,11 +189,11 @@ class View:
         return any(entry.round != self.round for entry in self.entries)
 
     @property
-    def changed(self) -> set[bool]:
-        """Whether parameters of the last round were changed by something else than steps, on each peer that has them:
-        both values if only some were. Empty at the beginning, when all take the first peer's parameters.
+    def changed(self) -> list[bool]:
+        """Whether parameters of the last round were changed by something else than steps, on each peer that has them.
+        Empty at the beginning, when all take the first peer's parameters.
         """
-        return set() if self.beginning else {entry.changed for entry in self.entries if entry.round == self.round}
+        return [] if self.beginning else [entry.changed for entry in self.entries if entry.round == self.round]
 
     @property
     def newcomers(self) -> list[int]:
