@@ -35,7 +35,7 @@ WRONG = {
         {"spec": plan_of({"0.weight": SPEC, "1.weight": "dgc:density=0.1"})},
         "ValueError: '1.weight' cannot have 'dgc:density=0.1'",
     ),
-    "small": ({"spec": SPEC, "small": "qsgd:bits=4"}, "ValueError: 'small' cannot have 'qsgd:bits=4'"),
+    "small": ({"spec": SPEC, "small": "qsgd:bits=4+ef21"}, "ValueError: 'small' cannot have 'qsgd:bits=4+ef21'"),
 }
 
 

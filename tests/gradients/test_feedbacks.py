@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.ranks import run_ranks
 from tests.thorough import thorough
 
 LAYERS = ("one", "two")
+SMALL = ("bias", "gain")
 
 
 STEPS, BAD = 12, 5
@@ -99,6 +101,30 @@ def test_what_is_delivered_follows_the_paper(feedback, derived, small):
             assert step == BAD or all(torch.equal(x, answers[0][0][step][n]) for n, x in averages[step].items())
         if feedback == "ef21":
             assert set(state) >= {"one", "two", "shared/one", "shared/two"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "small"),
+    [("topk:density=0.1+ef", "fp16"), ("topk:density=0.1+ef", "qsgd:bits=4"), ("powersgd:rank=2", "uniform:bits=8")],
+)
+def test_small_parameters_have_a_codec_of_their_own(spec, small):
+    """It loses less of them than the layers' codec would; and what it loses waits, too."""
+    answers = run_ranks(delivered, 2, spec, {"small": small})
+    steps = [step for step in range(STEPS) if step != BAD]
+    means = {
+        step: torch.cat([sum(gradients(step, rank)[name].double().view(-1) for rank in range(2)) / 2 for name in SMALL])
+        for step in steps
+    }
+    arrived = {step: torch.cat([answers[0][0][step][name].double().view(-1) for name in SMALL]) for step in steps}
+    for step in steps:
+        off = float((arrived[step] - means[step]).norm() / means[step].norm())
+        assert 0 < off < {"fp16": 1e-3, "qsgd:bits=4": 0.5, "uniform:bits=8": 0.02}[small]
+    numel = sum(torch.Size(SHAPES[name]).numel() for name in SMALL)
+    waiting = torch.stack([next(x for x in state.values() if x.numel() == numel) for _, _, state in answers])
+    given, sent = (sum(each.values()) for each in (means, arrived))
+    of_sums = 5e-3 if small == "fp16" else 1e-5  # payloads are added up in 16 bits
+    torch.testing.assert_close(sent + waiting.double().mean(0), given, rtol=0, atol=of_sums)
+    assert all(kept for _, kept, _ in answers), "the bad step changed a state"
 
 
 def mean_told(answers, name):
@@ -187,9 +213,15 @@ def halves(rank, world_size, spec, small, stop):
     return ends
 
 
-@pytest.mark.parametrize("small", ["uncompressed", "fused"])
 @pytest.mark.parametrize(
-    "spec", ["topk:density=0.05+ef21", "topk:density=0.05,select=sampled+ef-mixed", "qsgd:bits=8+ef21"]
+    ("spec", "small"),
+    [
+        *itertools.product(
+            ["topk:density=0.05+ef21", "topk:density=0.05,select=sampled+ef-mixed", "qsgd:bits=8+ef21"],
+            ["uncompressed", "fused"],
+        ),
+        ("powersgd:rank=2", "uniform:bits=4"),
+    ],
 )
 def test_a_run_goes_on_to_the_bit_where_it_was_stopped(spec, small):
     answers = run_ranks(halves, 2, spec, small, 3)

@@ -99,8 +99,10 @@ def flat(model):
 
 
 def residuals(handle):
-    """A copy of the residual."""
-    return {name: value.clone() for name, value in handle.state_dict()["feedback"].items()}
+    """Copies of all that feedback holds."""
+    state = handle.state_dict()
+    held = [state["feedback"], *state["others"].values()]
+    return {name: value.clone() for each in held for name, value in each.items()}
 
 
 def same(a, b):

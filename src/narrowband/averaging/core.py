@@ -224,14 +224,15 @@ class Averaging:
         }
 
     def _kinds(self) -> list[Compression]:
-        """Return all specs that layers have now or that the policy may give them.
+        """Return all specs that layers and small parameters have now or that the policy may give them.
 
         Raises:
             ValueError: the policy has specs that cannot be mixed with the model's.
         """
         specs = [] if self._controller.policy is None else self._controller.policy.specs()
         specs += [] if self._controller.plan is None else list(self._controller.plan.specs().values())
-        return [self.compression, *self.layers.all_beside(("a layer", spec) for spec in dict.fromkeys(specs))]
+        small = [] if self.layers.small is None else [self.layers.small]
+        return [self.compression, *small, *self.layers.all_beside(("a layer", spec) for spec in dict.fromkeys(specs))]
 
     def _open_pairs(self) -> None:
         self.layers.open_pairs(self._peers)

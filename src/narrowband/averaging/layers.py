@@ -15,7 +15,7 @@ import torch
 
 from narrowband.adapt.policy import as_choice
 from narrowband.adapt.traffic import Traffic
-from narrowband.averaging.mixing import codec_like, for_gradients, spec_beside
+from narrowband.averaging.mixing import for_gradients, spec_beside
 from narrowband.averaging.parameters import Parameters
 from narrowband.codecs import Codec, Identity
 from narrowband.collectives import Collective, Exchange, LayerCollectives, all_reduce_nbytes, collective
@@ -87,12 +87,13 @@ class Layers:
     ) -> None:
         self.default = default
         self.fuses_small = small != "uncompressed"
-        self._small_codec = codec_like(default, small, "small") if small not in ("uncompressed", "fused") else None
         self._collective = collective
         self._size = size
         self._rank = rank
         self.state = default.new_feedback()
         self._other_states: dict[str, State] = {}  # other kinds of feedback, by name, created when a layer needs them
+        #: What the vectors of small parameters have if it is not the default.
+        self.small = self.all_beside([("small", small)])[0] if small not in ("uncompressed", "fused") else None
         self._overrides: dict[str, Compression] = {}
         self._override_texts: dict[str, str] | None = None  # a cache; None after a change
         self._warned: set[str] = set()
@@ -121,7 +122,7 @@ class Layers:
     @property
     def exact(self) -> bool:
         """Whether no codec is lossy, so that feedback has nothing to do."""
-        return self.default.codec.exact and not self._overrides
+        return self.default.codec.exact and not self._overrides and (self.small is None or self.small.codec.exact)
 
     @property
     def stateful(self) -> bool:
@@ -146,8 +147,8 @@ class Layers:
         if not all(isinstance(state, Feedback) and state.goes_ahead for state in self.states.values()):
             return False
         kinds = {self.spec_for(name) for name in self.parameters.shapes}
-        if self._small_codec is not None:
-            kinds.add(Compression(self._small_codec, self.default.feedback))
+        if self.small is not None:
+            kinds.add(self.small)
         dtypes = {p.vector.dtype for p in self.parameters.by_name.values() if p.compressed or p.vector.compressed}
         return dtypes <= {torch.float32} and all(self.collective_for(kind).goes_ahead(kind.codec) for kind in kinds)
 
@@ -166,8 +167,7 @@ class Layers:
 
     def vector(self, codec: Codec) -> Layer:
         """The same for the vectors of small parameters."""
-        fused = self._small_codec
-        return self._layer(None if fused is None else Compression(fused, self.default.feedback), codec)
+        return self._layer(self.small, codec)
 
     def uncompressed(self) -> Layer:
         """Return how everything is sent in an uncompressed step that feedback has to observe."""
@@ -199,8 +199,9 @@ class Layers:
 
     @property
     def collectives(self) -> set[type[Exchange]]:
-        """The collectives that layers use."""
-        return {self.collective_for(chosen) for chosen in (self.default, *self._overrides.values())}
+        """The collectives that layers and vectors of small parameters use."""
+        small = [] if self.small is None else [self.small]
+        return {self.collective_for(chosen) for chosen in (self.default, *self._overrides.values(), *small)}
 
     def open_pairs(self, peers: Peers) -> None:
         """Open point-to-point connections between ranks if a collective of the layers uses them."""
@@ -258,6 +259,10 @@ class Layers:
     def _prepare(self) -> None:
         """Choose the layers' collectives, allocate feedback, and log the feedback's first note."""
         layers: list[tuple[Compression, Shape]] = []
+        if self.small is not None:
+            self._state_of(self.small)  # it counts among the states from the start
+            vectors = self.parameters.vectors.items()
+            layers += [(self.small, (numel,)) for vector, numel in vectors if vector.compressed]
         layouts: dict[int, list[Layout]] = {id(state): [] for state in self.states.values()}
         for p, parameter in reversed(self.parameters.by_tensor.items()):  # about the order in which gradients come
             if not parameter.compressed:
@@ -298,7 +303,7 @@ class Layers:
         """Return what must be equal on all ranks."""
         return {
             "spec": str(self.default),
-            "small": str(self._small_codec or ("fused" if self.fuses_small else "uncompressed")),
+            "small": str(self.small or ("fused" if self.fuses_small else "uncompressed")),
             "spec of layer": self.override_texts(),
             "parameter": {
                 p.name: f"{tuple(p.shape)}, {p.vector.dtype}, {'compressed' if p.compressed else 'small'}"
@@ -370,7 +375,8 @@ class Layers:
         if formats is not None and any(saved.values()):
             self._check_formats(formats)
         self._check_names(specs)
-        _, states = self._all_beside(specs.items(), {} if self.state is None else {"": self.state})
+        small = [] if self.small is None else [("small", self.small)]
+        _, states = self._all_beside([*small, *specs.items()], {} if self.state is None else {"": self.state})
         for name, values in saved.items():
             if name in states:
                 states[name].check_state(values)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec
     from narrowband.feedback import Method, State
 
-__all__ = ["codec_like", "for_gradients", "spec_beside"]
+__all__ = ["for_gradients", "spec_beside"]
 
 
 def for_gradients(spec: str | Codec | Compression | Method) -> Compression:
@@ -33,7 +33,7 @@ def for_gradients(spec: str | Codec | Compression | Method) -> Compression:
     return chosen
 
 
-def codec_like(default: Compression, spec: str | Codec | Compression | Method, name: str) -> Codec:
+def _codec_like(default: Compression, spec: str | Codec | Compression | Method, name: str) -> Codec:
     """Return the codec of a spec for a part of a model. It may differ from the model's default only in the codec's
     settings.
 
@@ -97,7 +97,7 @@ def spec_beside(
     if not default.feedback.mixes:
         if layer.feedback == default.feedback:
             return layer
-        return Compression(codec_like(default, layer, name), default.feedback)
+        return Compression(_codec_like(default, layer, name), default.feedback)
     layer = layer.beside(default)
     _check_feedback(default, name, layer, states)
     return layer

@@ -97,10 +97,11 @@ class Settings:
         if message_nbytes < 0 or early_nbytes < 0:
             raise ValueError(f"message_nbytes={message_nbytes} and early_nbytes={early_nbytes} must not be negative")
         brings = chosen.feedback if chosen.feedback is not None and chosen.feedback.collective is not None else None
-        if small != "uncompressed" and brings is not None:
+        for_small = for_gradients(small).feedback if small not in ("uncompressed", "fused") else brings
+        if small != "uncompressed" and for_small is not None and for_small.collective is not None:
             raise UnsupportedError(
-                f"{brings.name} averages matrices only, by a collective of its own, and cannot compress the vector of "
-                "small parameters; use small='uncompressed'"
+                f"{for_small.name} averages matrices only, by a collective of its own, and cannot compress the vector "
+                "of small parameters; use small='uncompressed', or another codec, as in small='uniform:bits=8'"
             )
         if collective != "auto":
             if collective not in COLLECTIVES:

@@ -64,9 +64,10 @@ def compress_gradients(
             runs.
         min_numel: parameters with fewer elements count as small, as do all biases and norms.
         small: how to send small parameters. ``"uncompressed"`` sends them as they are. ``"fused"`` joins those of the
-            whole model into one vector, which is compressed like a layer. A codec, such as ``"topk:density=0.03"``,
-            compresses that vector less than layers are. (Where layers send 1 element in 1,000, uncompressed small
-            parameters are most of the bytes.)
+            whole model into one vector, which is compressed like a layer. A codec, such as ``"topk:density=0.03"`` or
+            ``"fp16"``, compresses that vector less than layers are; with the model's feedback, if there is one. (Where
+            layers send 1 element in 1,000, uncompressed small parameters are most of the bytes.) With ``dgc``, only
+            ``topk`` is allowed.
         warmup_steps: how many steps at the start are averaged uncompressed, since early gradients change fast.
         process_group: the ranks to average over; by default those of DistributedDataParallel, or all. For a mesh of
             nodes × shards: ``mesh["nodes"].get_group()``.
