@@ -205,6 +205,28 @@ def test_means_of_several_tensors_are_those_of_each(spec, between):
         assert torch.equal(out.view(shape), expected)
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_payloads_of_several_tensors_are_those_of_each(spec):
+    """Alone, and as sums with residuals, from which what was sent is subtracted."""
+    codec, numels, own = nb.codec(spec), (630, 33, 2000), [3, 1, 4]
+    xs, residuals = ([torch.randn(n, generator=torch.Generator().manual_seed(n + k)) for n in numels] for k in (0, 1))
+    outs = [torch.empty(codec.payload_nbytes(n), dtype=torch.uint8) for n in numels]
+    if not codec.encodes_several:
+        with pytest.raises(TypeError, match="several tensors"):
+            codec.encode_all(xs, outs, seeds=own)
+        return
+    assert codec.encode_all(xs, outs, seeds=own)
+    for x, out, seed in zip(xs, outs, own, strict=True):
+        assert torch.equal(out, codec.encode(x, seed=seed))
+    expected = [(x.clone(), residual.clone()) for x, residual in zip(xs, residuals, strict=True)]
+    assert codec.encode_all(xs, outs, seeds=own, residuals=residuals, decay=0.5)
+    for at, (x, residual) in enumerate(expected):
+        options = {"shape": x.numel(), "seed": own[at], "decay": 0.5, "subtract": True}
+        assert torch.equal(outs[at], codec.encode_compensated(x, residual, **options)[1])
+        assert torch.equal(xs[at], x)
+        assert torch.equal(residuals[at], residual)
+
+
 def test_a_mean_needs_payloads_and_as_many_seeds():
     codec = nb.codec("qsgd:bits=4")
     payload = codec.encode(torch.ones(9))

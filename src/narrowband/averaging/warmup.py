@@ -9,7 +9,6 @@ import torch
 
 from narrowband import kernels
 from narrowband.codecs import TopK
-from narrowband.codecs.quantized import GroupedCodec
 from narrowband.collectives import Operand, Peers, collective
 from narrowband.feedback import Feedback, compression
 from narrowband.kernels.compiling import announced
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from narrowband.adapt import Policy
     from narrowband.averaging.agreement import Agreement
+    from narrowband.codecs import Codec
     from narrowband.collectives import Exchange
     from narrowband.feedback import Compression
 
@@ -103,7 +103,7 @@ def use_shares(device: torch.device) -> None:
     exchange.deliver(good=True)
 
 
-def _use_all_at_once(x: Tensor, codec: GroupedCodec, chosen: Compression) -> None:
+def _use_all_at_once(x: Tensor, codec: Codec, chosen: Compression) -> None:
     """Run what a step does with all tensors of a bucket at once, where the device decides without the host."""
     findings, total = kernels.Findings(x.device), x.flatten().clone()
     payloads = torch.empty(2, codec.payload_nbytes(x.shape), dtype=torch.uint8, device=x.device)
@@ -140,7 +140,7 @@ def use_once(x: Tensor, chosen: Compression) -> None:
                 payload = feedback.encode("", total, codec, shape=x.shape, seed=0, commit=commit)[1]
                 if not commit:
                     feedback.commit("", total, codec, payload, shape=x.shape, seed=0)
-    if x.is_cuda and isinstance(codec, GroupedCodec) and codec.takes_several:
+    if x.is_cuda and codec.encodes_several:
         _use_all_at_once(x, codec, chosen)
     codec.encode(torch.zeros_like(x))
     payload, out = codec.encode(x), torch.zeros_like(x)

@@ -183,6 +183,40 @@ class Codec(ABC):
         return out
 
     @property
+    def encodes_several(self) -> bool:
+        """Whether :meth:`encode_all` encodes several tensors with no more GPU kernel launches than one takes."""
+        return False
+
+    def encode_all(
+        self,
+        xs: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        *,
+        seeds: Sequence[int],
+        residuals: Sequence[Tensor] = (),
+        decay: float = 1.0,
+    ) -> bool:
+        """Encode several tensors at once, where :attr:`encodes_several`; others raise TypeError.
+
+        Without residuals this is :meth:`encode`, with residuals :meth:`encode_compensated` with ``subtract``.
+
+        Args:
+            xs: flat contiguous float32, not empty.
+            outs: where the payloads are written.
+            seeds: one per tensor.
+            residuals, decay: as for :meth:`encode_compensated`.
+
+        Returns:
+            Whether all is finite; or True, while :class:`~narrowband.kernels.Findings` note that on the device.
+
+        Example:
+            >>> outs = [torch.empty(codec.payload_nbytes(t.shape), dtype=torch.uint8) for t in (a, b)]
+            >>> codec.encode_all([a.view(-1), b.view(-1)], outs, seeds=[1, 2])
+            True
+        """
+        raise TypeError(f"{self} cannot encode several tensors at once")
+
+    @property
     def decodes_several(self) -> bool:
         """Whether :meth:`decode_means` needs no more GPU kernel launches for several tensors than for one."""
         return False

@@ -82,9 +82,8 @@ class GroupedCodec(Codec):
         )
 
     @property
-    def takes_several(self) -> bool:
-        """Whether :meth:`encode_all` and :meth:`decode_means` take tensors of any size in one launch."""
-        return self._grouping(1) == self._grouping(2)
+    def encodes_several(self) -> bool:
+        return self._grouping(1) == self._grouping(2)  # one launch takes tensors of any size
 
     def encode_all(
         self,
@@ -95,19 +94,8 @@ class GroupedCodec(Codec):
         residuals: Sequence[Tensor] = (),
         decay: float = 1.0,
     ) -> bool:
-        """Encode several tensors with no more GPU kernel launches than one takes.
-
-        Without residuals this is :meth:`encode`, with residuals :meth:`encode_compensated` with ``subtract``.
-
-        Args:
-            xs: flat contiguous float32, not empty.
-            outs: where the payloads are written.
-            seeds: one per tensor.
-            residuals, decay: as for :meth:`encode_compensated`.
-
-        Returns:
-            Whether all is finite; or True, while :class:`~narrowband.kernels.Findings` note that on the device.
-        """
+        if not self.encodes_several:
+            return super().encode_all(xs, outs, seeds=seeds)
         g = self._grouping(1)
         return kernels.quantize_all(
             xs, outs, bits=g.bits, group=g.group, scale=g.scale, stochastic=g.stochastic, seeds=seeds,
@@ -116,7 +104,7 @@ class GroupedCodec(Codec):
 
     @property
     def decodes_several(self) -> bool:
-        return self.takes_several
+        return self.encodes_several
 
     def _decode_means(
         self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], shapes: Sequence[Shape]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from narrowband.codecs.base import dims
-from narrowband.codecs.quantized import GroupedCodec
 from narrowband.collectives.engine import QueueName, Transfer
 from narrowband.collectives.exchange import TRAILER, Exchange, Sent
 from narrowband.collectives.primitives import all_gather, all_gather_in_pairs, concatenated, spans_of
@@ -104,7 +103,7 @@ class AllGather(Exchange):
                 self._locally_finite &= feedback.encode_all([each.key for each in some], xs, codec, **several)
                 for each in some:
                     each.compensated = each.committed = True
-            elif feedback is None and isinstance(codec, GroupedCodec) and codec.takes_several:
+            elif feedback is None and codec.encodes_several:
                 self._locally_finite &= codec.encode_all(xs, **several)
             else:
                 for each, place in zip(some, outs, strict=True):

@@ -44,7 +44,6 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs.base import SelectingCodec, dims, numel_of, squared_norm
-from narrowband.codecs.quantized import GroupedCodec
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms
 from narrowband.feedback.kept import Kept, Store
@@ -294,14 +293,11 @@ class ErrorFeedback(Feedback):
         kernels.restore_all_if(bad, [self._residuals[key] for key in keys], xs)
 
     def encodes_all(self, codec: Codec) -> bool:
-        if not isinstance(codec, GroupedCodec) or not codec.takes_several:
-            return False
-        return self.store == "fp32" and _steps_as_ef(type(self))
+        return codec.encodes_several and self.goes_ahead
 
     def encode_all(
         self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
     ) -> bool:
-        assert isinstance(codec, GroupedCodec)
         for key, x, seed in zip(keys, xs, seeds, strict=True):
             self._open(key, x, seed)
         residuals = [self._residuals[key] for key in keys]
