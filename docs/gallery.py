@@ -52,8 +52,9 @@ def record_of(name: str) -> tuple[Path, Mapping[str, Any]]:
 
 def page_of(name: str) -> str:
     """The page that the command which wrote a record makes of it."""
-    from narrowband.report.page import record_page, run_page
+    from narrowband.report.record_page import record_page
     from narrowband.report.recorder import read_run
+    from narrowband.report.run_page import run_page
     from reproduce.html import html_of
 
     if name == RUN:

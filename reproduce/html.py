@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowband.files import write_text
-from narrowband.report.page import Curves, can_make_pages, record_page
+from narrowband.report.page import can_make_pages
+from narrowband.report.record_page import Curves, record_page
 from reproduce.row import Row
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ import pytest
 from narrowband.averaging import LayerStats
 from narrowband.cli import main
 from narrowband.errors import UnsupportedError
-from narrowband.report import page as pages
-from narrowband.report.page import record_page, run_page
+from narrowband.report import run_page as run_pages
+from narrowband.report.record_page import Curves, record_page
 from narrowband.report.recorder import Run, read_run
+from narrowband.report.run_page import run_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -143,7 +144,7 @@ def test_every_chart_is_one_that_vega_lite_knows():
         {"name": name, "ratio_to_plain": at + 1.0, "kept_bytes": at + 1.0, "step_s": at, "sent_bytes_per_step": at}
         for at, name in enumerate("abc")
     ]
-    curves = [pages.Curves("losses", "nats", {"a": [(1, 2.0), (2, 1.0)]})]
+    curves = [Curves("losses", "nats", {"a": [(1, 2.0), (2, 1.0)]})]
     charts = specs_of(run_page(a_run(), "x", beside=plain_run())) | specs_of(record_page({"rows": rows}, "x", curves))
     assert charts.keys() >= {*MARKS, "curves0", "plane0", "plane2", "chart0"}
     for name, unit in (("loss", 1), ("clock", 0.2)):  # rows of the one become those of the other
@@ -239,8 +240,8 @@ def test_names_from_the_run_cannot_become_code():
 
 
 def test_times_are_added_up_once_for_each_run_and_not_for_every_point(monkeypatch):
-    made, clock = [], pages._clock
-    monkeypatch.setattr(pages, "_clock", lambda run: made.append(run) or clock(run))
+    made, clock = [], run_pages._clock
+    monkeypatch.setattr(run_pages, "_clock", lambda run: made.append(run) or clock(run))
     run, beside = a_run(), plain_run(seconds=0.1)
     run_page(run, "x", beside=beside)
     assert made == [run, beside]

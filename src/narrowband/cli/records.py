@@ -151,7 +151,7 @@ class Record:
         if self._page is None:
             return
         from narrowband.files import write_text
-        from narrowband.report.page import record_page
+        from narrowband.report.record_page import record_page
 
         try:
             write_text(self._page, record_page(content, self._path.stem))

@@ -41,9 +41,10 @@ class Report:
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.files import write_text
-        from narrowband.report.page import record_page, run_page
         from narrowband.report.record import read_json
+        from narrowband.report.record_page import record_page
         from narrowband.report.recorder import is_run, read_run
+        from narrowband.report.run_page import run_page
 
         if not self.run.name:
             raise ValueError(f"{self.run} is a folder; {_REMEDY}")
