@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.adapt import LayerPlan, Plan
+from narrowband.averaging.settings import Settings
 from tests.gradients.training import heard, refusal
 from tests.ranks import run_ranks
 
@@ -102,3 +105,20 @@ def test_that_gradients_are_rounded_to_their_parameters_is_said_by_one_rank(way,
     assert others == []
     expected = ["gradients of 0.weight and 3 more are rounded to the dtype of their parameters to be averaged"]
     assert said == expected * wide
+
+
+#: Fields of the settings that ranks compare as facts about the model's layers, or that are not the same on all ranks.
+OF_LAYERS = {"compression", "policy", "plan", "small", "rates"}
+
+
+def test_every_setting_is_compared():
+    """Also among peers, which compare before they have a process group."""
+    settings = Settings.of(
+        "none", min_numel=8, warmup_steps=0, seed=0, collective="auto", small="uncompressed", message_nbytes=0,
+        early_nbytes=0, grad_scaler=None, connected=False,
+    )  # fmt: skip
+    others = {"collective": "all_gather", "grad_scaler": torch.amp.GradScaler("cpu")}
+    for field in dataclasses.fields(Settings):
+        if field.name not in OF_LAYERS:
+            other = dataclasses.replace(settings, **{field.name: others.get(field.name, 7)})
+            assert other.facts() != settings.facts(), field.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import signal
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import narrowband as nb
+from narrowband.updates.rounds import Rounds
 from tests.gradients.training import adamw, flat, heard, mlp, refusal, sgd, train
 from tests.ranks import RankError, run_ranks
 from tests.updates.training import begin, nesterov
@@ -285,3 +287,17 @@ def in_numpys_numbers(rank, world_size, kind):
 def test_steps_and_seeds_in_numpys_numbers_are_those_of_python_and_states_can_be_read():
     (own, _), (expected, _) = (run_ranks(in_numpys_numbers, 2, kind) for kind in (np.int64, int))
     assert torch.equal(own, expected)
+
+
+def test_everything_about_rounds_is_compared_but_where_anchors_are_kept():
+    rounds = Rounds(every=12, fragments=2)
+    others = {
+        "outer": "auto", "buffers": "keep", "grad_scaler": torch.amp.GradScaler("cpu"), "split": "layers",
+        "weigh": "tokens", "residuals": "in-place",
+    }  # fmt: skip
+    for field in dataclasses.fields(Rounds):
+        other = dataclasses.replace(rounds, **{field.name: others.get(field.name, 3)})
+        assert (other.facts(None, []) == rounds.facts(None, [])) is (field.name == "offload"), field.name
+    outer = nesterov([nn.Parameter(torch.zeros(1))])
+    assert rounds.facts(outer, []) != rounds.facts(None, []) != rounds.facts(None, ["mask"])
+    assert Rounds(every=12).facts(None, []) == Rounds(every=12, check_every=1).facts(None, [])  # which does the same

@@ -209,16 +209,9 @@ class Averaging:
 
     def _set_up_facts(self, call: str) -> Facts:
         """Return what ranks compare at set-up. Ranks with different settings would hang, or decode nonsense."""
-        settings = self._settings
         return {
             "call": call,
-            "min_numel": str(settings.min_numel),
-            "warmup_steps": str(settings.warmup_steps),
-            "seed": str(settings.seed),
-            "collective": settings.collective,
-            "message_nbytes": str(settings.message_nbytes),
-            "early_nbytes": str(settings.early_nbytes),
-            "grad_scaler": "none" if settings.grad_scaler is None else "given",
+            **self._settings.facts(),
             "policy": repr(self._controller.identity()),
             **self.layers.identity(),
         }

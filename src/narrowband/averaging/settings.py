@@ -128,6 +128,18 @@ class Settings:
             rates=None,
         )
 
+    def facts(self) -> dict[str, str]:
+        """Return name → value of the settings that must be the same on all ranks, whatever the model is."""
+        return {
+            "min_numel": str(self.min_numel),
+            "warm-up": str(self.warmup_steps),
+            "seed": str(self.seed),
+            "collective": self.collective,
+            "message_nbytes": str(self.message_nbytes),
+            "early_nbytes": str(self.early_nbytes),
+            "grad_scaler": "none" if self.grad_scaler is None else "given",
+        }
+
     def with_optimizer(
         self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[tuple[str, Tensor]], *, warn: bool
     ) -> Settings:

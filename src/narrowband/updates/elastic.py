@@ -37,15 +37,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowband import kernels
 from narrowband.averaging.flat import form_of, real
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.state import check_state, kept
 from narrowband.collectives import new_group
 from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.averaged import floating_buffers
+from narrowband.updates.changed import Changes, all_or_none
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
-from narrowband.updates.rounds import Rounds, UpdateCompression, said_of
+from narrowband.updates.rounds import Rounds, UpdateCompression
 from narrowband.updates.stepping import facts_of, in_training
 
 if TYPE_CHECKING:
@@ -93,31 +93,12 @@ class ElasticUpdateCompression(UpdateCompression):
         # Steps, or seconds as a float.
         self._period_s = rounds.every if isinstance(rounds.every, float) else None
         steps = rounds.every if isinstance(rounds.every, int) else _MANY
-        method = settings.compression.feedback
-        if method is not None and method.name in _REFUSED:
-            raise UnsupportedError(f"peers=... cannot be combined with {method.name}, which {_REFUSED[method.name]}")
-        if settings.policy is not None:
-            raise UnsupportedError(
-                "peers=... cannot be combined with a policy: peers that join later lack its history; use a plan"
-            )
-        if rounds.fragments > 1 or rounds.overlap or rounds.offload:
-            raise UnsupportedError("peers=... cannot be combined with fragments, overlap or offload; leave them out")
-        if any(hasattr(p, "to_local") for p in model.parameters()):
-            raise UnsupportedError(
-                "peers=... needs the whole model in each process, and this model is sharded among several"
-            )
-        if dist.is_initialized():
-            raise UnsupportedError(
-                "peers=... creates the default process group itself, and there is one already; do not call "
-                "init_process_group"
-            )
+        _refuse(model, settings, rounds)
         self._rules = rendezvous
         self._linked = self._warned = False
         self._longest_s: float | None = None  # the longest exchange over the current connections
         self._counted, self._has_counted = 0.0, False
-        # Checksums of the parameters after the last round, None if not known; and whether other ones have been found.
-        self._left_with: list[int] | None = None
-        self._has_others = False
+        self._changes = Changes()
         self._round = -1  # number of commits since the peers' run began in the store; -1: not in a round yet
         self._has_its_round = True  # whether the parameters are those of `_round`: no later round was left midway
         # The round that this peer is in, and how to undo its exchange, until the peer has learned the outcome.
@@ -138,7 +119,7 @@ class ElasticUpdateCompression(UpdateCompression):
 
         self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
         self._whole.keep(self._averaged.tensors(), parameters=False)
-        self._left_with = self._checksums()
+        self._changes.begin(self._averaged)
         self._held_at = time.monotonic()
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
@@ -201,7 +182,7 @@ class ElasticUpdateCompression(UpdateCompression):
         """
         self._check_between_steps("average")
         self._before_step(stepping=False)
-        self._left_with = None  # not known while a round changes them
+        self._changes.end()  # until this round is over
         tensors = self._averaged.tensors()
         weight = float(self._steps) if self._rounds.weigh == "steps" else self._counted
         self._steps, self._counted = 0, 0.0
@@ -214,49 +195,25 @@ class ElasticUpdateCompression(UpdateCompression):
             with self._changing():
                 self._whole.keep(tensors, parameters=False)
             self._held_at = time.monotonic()
-            self._left_with = self._checksums()
+            self._changes.begin(self._averaged)
 
     @torch.no_grad()
     def _before_step(self, *, stepping: bool = True) -> None:
         """Note, before the first step since the last round, whether parameters are still those after the round."""
-        if self._left_with is not None and not self._whole.anchored:
-            self._has_others |= self._checksums() != self._left_with
-            self._left_with = None
+        if not self._whole.anchored:
+            self._changes.look(self._averaged)
         super()._before_step(stepping=stepping)
 
-    def _checksums(self) -> list[int]:
-        """Return a checksum of each parameter."""
-        buffers = self._averaged.buffers
-        sums = [kernels.checksum(x) for name, x in self._averaged.tensors().items() if name not in buffers]
-        return torch.stack(sums).tolist() if sums else []
-
     def _check_others(self, view: View) -> bool:
-        """Return whether the round can be held: on all peers, parameters are still those after the last round, or on
-        none.
-
-        Raises:
-            DisagreementError: peers differ in this, and this one is among the fewer. Of as many, those are which have
-                changed their parameters.
-        """
-        changed = view.changed
-        if len(set(changed)) < 2:
-            self._check_next |= any(changed)  # those who loaded the same go on
-            return True
-        own, fewer = view.entries[view.rank].changed, 2 * sum(changed) <= len(changed)
-        if view.behind or own is not fewer:
-            return False
-        self._meeting.leave()
-        if not own:
-            raise DisagreementError(
-                f"other peers have changed their parameters since round {self.rounds} by something else than optimizer "
-                "steps, and this peer has not. If the training loop changes parameters after every step, such as by "
-                "clipping weights, do the same after compress_updates returns"
-            )
-        raise DisagreementError(
-            f"the parameters of this peer were changed since round {self.rounds} by something else than optimizer "
-            "steps, such as model.load_state_dict(...), and those of other peers were not. A peer that comes to a run "
-            "that goes on gets the others' parameters: load no checkpoint then, or load it before compress_updates"
-        )
+        """Return whether the round can be held, see :func:`~narrowband.updates.changed.all_or_none`."""
+        try:
+            equal = all_or_none(view, self.rounds)
+        except DisagreementError:
+            self._meeting.leave()
+            raise
+        if equal:
+            self._check_next |= any(view.changed)  # those who loaded the same go on
+        return equal
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -297,7 +254,7 @@ class ElasticUpdateCompression(UpdateCompression):
                     "say why"
                 )
             number = self._round if self._has_its_round else min(self._round, 0)
-            view = self._meeting.arrive(number, weight, changed=self._has_others)
+            view = self._meeting.arrive(number, weight, changed=self._changes.found)
             self._unsettled = view, put_back
             good, took, self._has_its_round = False, None, False
             try:
@@ -328,7 +285,7 @@ class ElasticUpdateCompression(UpdateCompression):
                 if took is not None:  # otherwise all weights are 0, and there is no mean
                     self._apply(self._fragments, self._averaged.tensors())
                 self._round, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
-                self._has_its_round, self._has_others = True, False
+                self._has_its_round, self._changes.found = True, False
                 return
             self._undo(put_back)
 
@@ -562,7 +519,8 @@ class ElasticUpdateCompression(UpdateCompression):
             ) from error
         self._counted, self._scaled_by = own["counted"], own.get("scaled by", 1.0)
         self._rounds_before = said[0] - self._round
-        self._left_with, self._has_others = self._checksums(), False
+        self._changes.begin(self._averaged)
+        self._changes.found = False
 
     def _check_updates(self, state: Mapping[str, Any]) -> None:
         super()._check_updates(state)
@@ -608,6 +566,32 @@ class ElasticUpdateCompression(UpdateCompression):
         self._let_go()
 
 
+def _refuse(model: nn.Module, settings: Settings, rounds: Rounds) -> None:
+    """Check that rounds among peers can work with all that was given.
+
+    Raises:
+        UnsupportedError: they cannot; the message says why.
+    """
+    method = settings.compression.feedback
+    if method is not None and method.name in _REFUSED:
+        raise UnsupportedError(f"peers=... cannot be combined with {method.name}, which {_REFUSED[method.name]}")
+    if settings.policy is not None:
+        raise UnsupportedError(
+            "peers=... cannot be combined with a policy: peers that join later lack its history; use a plan"
+        )
+    if rounds.fragments > 1 or rounds.overlap or rounds.offload:
+        raise UnsupportedError("peers=... cannot be combined with fragments, overlap or offload; leave them out")
+    if any(hasattr(p, "to_local") for p in model.parameters()):
+        raise UnsupportedError(
+            "peers=... needs the whole model in each process, and this model is sharded among several"
+        )
+    if dist.is_initialized():
+        raise UnsupportedError(
+            "peers=... creates the default process group itself, and there is one already; do not call "
+            "init_process_group"
+        )
+
+
 def _as_module(tensors: Sequence[Tensor]) -> nn.Module:
     """Wrap tensors of a model, without copying, as a module that has only these."""
     module = nn.Module()
@@ -628,10 +612,9 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
     """Return name → value of everything that must be the same on all peers."""
     buffers, left_out = floating_buffers(model) if rounds.buffers == "average" else ([], [])
     averaged = [*((name, p) for name, p in model.named_parameters() if p.requires_grad), *buffers]
-    outer: Any = rounds.outer
-    if callable(outer):
-        made = outer([nn.Parameter(p.detach()) for p in model.parameters() if p.requires_grad])
-        outer = said_of(made)
+    outer = None
+    if callable(rounds.outer):
+        outer = rounds.outer([nn.Parameter(p.detach()) for p in model.parameters() if p.requires_grad])
     parameters = {
         f"parameter {name}": f"{tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in model.named_parameters()
@@ -639,22 +622,10 @@ def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
     formats = {f"memory format of {name}": form_of(x).memory_format for name, x in averaged if x.dim() > 1}
     return {
         "spec": str(settings.compression),
-        "min_numel": str(settings.min_numel),
         "small": str(settings.small),
-        "warmup_rounds": str(settings.warmup_steps),
-        "seed": str(settings.seed),
-        "collective": str(settings.collective),
-        "message_nbytes": str(settings.message_nbytes),
-        "early_nbytes": str(settings.early_nbytes),
         "plan": repr(settings.plan),
-        "outer": str(outer),
-        "every": str(rounds.every),
-        "buffers": rounds.buffers,
-        "buffers that are not finite": ", ".join(left_out),
-        "residuals": rounds.residuals,
-        "check_every": str(rounds.check_every),
-        "weigh": rounds.weigh,
-        "grad_scaler": "none" if rounds.grad_scaler is None else "given",
+        **settings.facts(),
+        **rounds.facts(outer, left_out),
         **facts_of(model, optimizers),
         **parameters,
         **formats,

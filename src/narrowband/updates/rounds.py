@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec
     from narrowband.feedback import Compression, Method
 
-__all__ = ["Rounds", "UpdateCompression", "check_in_place", "said_of", "taken"]
+__all__ = ["Rounds", "UpdateCompression", "check_in_place", "taken"]
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,32 @@ class Rounds:
     weigh: str = "steps"
     residuals: Literal["apart", "in-place"] = "apart"
 
+    @property
+    def checked_every(self) -> int:
+        """Rounds from one comparison of the replicas' checksums to the next."""
+        return self.check_every or (1 if isinstance(self.every, float) else max(1, math.ceil(CHECK_EVERY / self.every)))
+
+    def facts(self, outer: Optimizer | None, left_out: Iterable[str]) -> dict[str, str]:
+        """Return name → value of what must be the same on all replicas.
+
+        Args:
+            outer: the outer optimizer, if :attr:`outer` makes one.
+            left_out: names of buffers that are not averaged because they hold inf or NaN.
+        """
+        return {
+            "every": str(self.every),
+            "outer": repr(self.outer) if outer is None else _said_of(outer),
+            "buffers": self.buffers,
+            "buffers that are not finite": ", ".join(left_out),
+            "fragments": f"{self.fragments}, {self.split}" if self.fragments > 1 else "1",
+            "overlap": str(self.overlap),
+            "alpha": str(self.alpha),
+            "residuals": self.residuals,
+            "check_every": str(self.checked_every),
+            "weigh": self.weigh,
+            "grad_scaler": "none" if self.grad_scaler is None else "given",
+        }
+
 
 class UpdateCompression(Handle):
     """The handle of :func:`compress_updates`. ``repr(handle)`` shows its settings and the bytes that it has saved.
@@ -103,7 +129,6 @@ class UpdateCompression(Handle):
     ) -> None:
         self.every = cast("int", rounds.every)
         self._rounds = rounds
-        self._check_every = rounds.check_every or max(1, math.ceil(CHECK_EVERY / self.every))
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._stepped_by = facts_of(model, optimizers)
         self._steps = 0
@@ -150,22 +175,8 @@ class UpdateCompression(Handle):
             self.layers.parameters.leave_uncompressed(self._averaged.buffers)
 
     def _set_up_facts(self, call: str) -> Facts:
-        rounds = self._rounds
-        outer = said_of(self.outer) if self.outer is not None else repr(rounds.outer)
-        return {
-            **super()._set_up_facts(call),
-            "every": str(self.every),
-            "outer": outer,
-            "buffers": rounds.buffers,
-            "buffers that are not finite": ", ".join(self._averaged.left_out),
-            "fragments": f"{rounds.fragments}, {rounds.split}" if rounds.fragments > 1 else "1",
-            "overlap": str(rounds.overlap),
-            "alpha": str(rounds.alpha),
-            "residuals": rounds.residuals,
-            "check_every": str(self._check_every),
-            "grad_scaler": "none" if rounds.grad_scaler is None else "given",
-            **self._stepped_by,
-        }
+        own = self._rounds.facts(self.outer, self._averaged.left_out)
+        return {**super()._set_up_facts(call), **own, **self._stepped_by}
 
     def _begin_with_the_first(self) -> None:
         """Copy the first replica's parameters and buffers to all replicas. A collective."""
@@ -419,7 +430,7 @@ class UpdateCompression(Handle):
         Without it, replicas that differ would train different models unnoticed.
         """
         turn = self.step // len(self._fragments)
-        if not self._check_next and turn % self._check_every:
+        if not self._check_next and turn % self._rounds.checked_every:
             return {}
         self._check_next = False
         tensors = self._averaged.tensors()
@@ -603,6 +614,6 @@ def check_in_place(specs: Iterable[str | Compression]) -> None:
             )
 
 
-def said_of(optimizer: Optimizer) -> str:
+def _said_of(optimizer: Optimizer) -> str:
     """Return the optimizer's type and default settings as text, for ranks to compare."""
     return f"{type(optimizer).__name__} {sorted((k, repr(v)) for k, v in optimizer.defaults.items())}"
