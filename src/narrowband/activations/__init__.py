@@ -9,13 +9,14 @@ The files from the interface down; each imports only from those below it.
 :mod:`.operators`      replacements of PyTorch's operators that save a bit or a byte per element
 :mod:`.recorder`       decides how each tensor that autograd saves is kept
 :mod:`.modules`        names of modules, their attention heads, and which are recomputed
+:mod:`.scores`         attention whose scores are too large for codes
 :mod:`.calls`          the operator that is running, and where the groups of its saved tensors are
 :mod:`.storages`       the memory that tensors share
 :mod:`.recompute`      results that backward recomputes from a packed input
-:mod:`.scores`         attention whose scores are too large for codes
 :mod:`.packed`         one packed tensor: its codes, and how it is restored
 :mod:`.ranges`         running estimates of ranges
 :mod:`.outliers`       tensors with outliers, which codes cannot represent
+:mod:`.arena`          memory for codes
 :mod:`.layout`         a tensor's order in memory, and its groups
 :mod:`.compiled`       packing inside of compiled graphs; the codes are in :mod:`.graph_codes`
 :mod:`.dynamo`         which modules are compiled

@@ -8,8 +8,9 @@ Sender and receiver both know codec, shape and dtype, so a payload holds data on
 collective sends one contiguous buffer. The exception is a codec with ``fixed_size = False``: its ``payload_nbytes`` is
 the capacity.
 
-The same seed and input give the same payload on every backend. Arithmetic is float32 whatever the input dtype. Inf and
-NaN stay visible: they decode to values that are not finite.
+The same seed and input give the same payload on every backend, unless it depends on a sum, which each backend adds up
+in its own order: the steps of ``sign`` and ``norm=l2``, and factors of low rank. Arithmetic is float32 whatever the
+input dtype. Inf and NaN stay visible: they decode to values that are not finite.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@
 :mod:`.checks`         checks of models, arguments and ranks at set-up
 :mod:`.parallel`       the wrapper around a model that is used like DDP
 :mod:`.choose`         how much redundancy pays: two times measured, all others predicted
+:mod:`.stats`          bytes and seconds of steps
 =====================  ===============================================================================
 
 Source: Li, Xie, Mao et al. 2021, CSSGD (DOI 10.19678/j.issn.1000-3428.0057340); the idea is Coded Distributed Computing
