@@ -14,10 +14,11 @@ from torch import nn
 
 from narrowband.activations import ActivationPolicy, compress_activations
 from narrowband.bench import budget
-from narrowband.bench.budget import Job
 from narrowband.bench.devices import moved
+from narrowband.bench.held import residual_nbytes, tensors_of
 from narrowband.bench.offers import AS_IT_IS, Kind, Offer, alive, cheapest, smallest, units_of
 from narrowband.bench.subjects import subject
+from narrowband.bench.trials import Job
 from narrowband.bench.ways import PLAIN, survey
 
 
@@ -339,20 +340,20 @@ def test_gradients_of_zero_are_not_off():
 )  # fmt: skip
 def test_residuals_are_counted_with_what_feedback_keeps(codec, per_element):
     model = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 10), nn.Linear(10, 3))
-    assert budget.residual_nbytes(model, codec) == per_element * (100 * 200 + 200 * 10)  # 30 elements are few
+    assert residual_nbytes(model, codec) == per_element * (100 * 200 + 200 * 10)  # 30 elements are few
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("adamw", 8), ("sgd", 4)])
 def test_the_optimizers_state_is_counted(name, nbytes):
     model = nn.Linear(100, 100)
-    found = budget.tensors_of(model, (torch.zeros(2, 100),), name)
+    found = tensors_of(model, (torch.zeros(2, 100),), name)
     assert found["optimizer"] == pytest.approx(nbytes * 10_100, abs=100)
     assert (found["parameters"], found["gradients"], found["inputs"]) == (40_400, 40_400, 800)
 
 
 def test_inputs_are_counted_and_moved_wherever_they_are():
     inputs = ({"x": torch.zeros(1000, 8), "more": [torch.zeros(8), "no tensor"]}, (torch.zeros(2),))
-    assert budget.tensors_of(nn.Linear(2, 2), inputs, "sgd")["inputs"] == 4 * 8010
+    assert tensors_of(nn.Linear(2, 2), inputs, "sgd")["inputs"] == 4 * 8010
     (batch, (last,)) = moved(inputs, "meta")
     assert {batch["x"].device.type, batch["more"][0].device.type, last.device.type} == {"meta"}
     assert batch["more"][1] == "no tensor"
@@ -360,9 +361,9 @@ def test_inputs_are_counted_and_moved_wherever_they_are():
 
 def test_an_unknown_optimizer_and_an_unknown_codec_are_refused():
     with pytest.raises(ValueError, match="optimizer='adam' is none of adamw, sgd, adafactor"):
-        budget.tensors_of(nn.Linear(2, 2), (), "adam")
+        tensors_of(nn.Linear(2, 2), (), "adam")
     with pytest.raises(ValueError, match="unknown codec 'topp'"):
-        budget.tensors_of(nn.Linear(2, 2), (), "sgd", "topp")
+        tensors_of(nn.Linear(2, 2), (), "sgd", "topp")
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.4])

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
-from narrowband.bench.budget import tensors_of
+from narrowband.bench.held import tensors_of
 from narrowband.bench.models import GPT, GPTConfig
 from tests.ranks import run_ranks
 

@@ -1,10 +1,10 @@
 """Find the fastest way to train a model within a memory budget, for ``narrowband memory --budget``.
 
-Every kind of offer (:mod:`.offers`) is measured once, in steps in which all units of the model use it: bytes and
-seconds by unit, and the memory that such a step needs temporarily and at the loss, beyond what is kept. A knapsack then
-finds the fastest offers with which a step stays within the room for it. Parameters, the optimizer's state, residuals of
-gradient compression and inputs are added to that. The choice is measured, too. If it takes more than the budget, the
-next choice has that much less room.
+Every kind of offer (:mod:`.offers`) is measured once (:mod:`.trials`), in steps in which all units of the model use it:
+bytes and seconds by unit, and the memory that such a step needs temporarily and at the loss, beyond what is kept. A
+knapsack then finds the fastest offers with which a step stays within the room for it. Parameters, the optimizer's
+state, residuals of gradient compression and inputs are added to that (:mod:`.held`). The choice is measured, too. If it
+takes more than the budget, the next choice has that much less room.
 
 The budget counts bytes of tensors, as :func:`torch.cuda.max_memory_allocated` does. A process on the CPU takes more
 memory, because of malloc; that number is reported, too.
@@ -20,18 +20,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from narrowband.activations import OPERATORS, ActivationPolicy, Saved, compress_activations
-from narrowband.bench.devices import default_device, moved, wait_for
+from narrowband.activations import OPERATORS, ActivationPolicy, Saved
+from narrowband.bench.held import tensors_of
 from narrowband.bench.offers import (
     AGAIN,
     AS_IT_IS,
@@ -47,271 +45,21 @@ from narrowband.bench.offers import (
     units_of,
 )
 from narrowband.bench.patterns import compact, globbed, numberless
-from narrowband.bench.peaks import footprint, most_alive
-from narrowband.bench.reruns import Reruns
-from narrowband.bench.subjects import Subject
-from narrowband.bench.ways import PLAIN, Way, gradients_of, optimizer_of, result_of, scalar_of
-from narrowband.feedback import Feedback, Layout, compression
+from narrowband.bench.peaks import footprint
+from narrowband.bench.trials import SAME, Bench, Job, Objection, Step, first_line, gradient_error
+from narrowband.bench.ways import PLAIN, Way
 
-__all__ = ["Fit", "Job", "fit", "fit_shares", "residual_nbytes", "tensors_of"]
+__all__ = ["Fit", "fit", "fit_shares"]
 
-#: Steps of every kind of offer: untimed ones, and timed ones, of which the shortest counts.
-_WARM_UP, _TIMED = 2, 3
 #: The units' times are scaled to the measured step by a factor that is clamped to this range.
 _SCALES = (0.3, 3.0)
-#: If recomputation changes gradients by more than this share, it does not compute the same as the first run.
-_SAME = 1e-3
 #: Largest gradient error of a kind that is always offered: this share, or this many times the error with 8 bits.
 _EXACT, _NEAR = 0.05, 1.5
 #: How often a choice is made again with less room, after it took more memory than predicted.
 _TRIES = 4
-#: Number of elements from which compress_gradients compresses a parameter's gradient.
-_COMPRESSED = 1024
 
 
-# ---- measurements ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training job to find a policy for.
-
-    Attributes:
-        build: makes the model and its inputs. It must be a function of a module, or a partial of one, because other
-            processes call it, too.
-        amp: whether forward runs under bfloat16 autocast.
-        optimizer: adamw, sgd, adafactor or adamw-8bit.
-        codec: spec of the gradient compression, whose residuals take memory; None: gradients are not compressed.
-        device: cpu or cuda; CUDA where there is any, if not given.
-        seed: of parameters and data.
-        alone: whether to measure the memory of a process that only trains with the choice.
-    """
-
-    build: Callable[[], Subject]
-    amp: bool = False
-    optimizer: str = "adamw"
-    codec: str | None = None
-    device: str | None = None
-    seed: int = 0
-    alone: bool = True
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The measurements of a step under a policy.
-
-    Attributes:
-        saved: what the step's forward saved.
-        seconds: time of the shortest step.
-        alive: two peaks of bytes of tensors, above those that exist throughout: until the gradient of the model's
-            result exists, and from then on.
-        gradients: gradients of all parameters, flat.
-    """
-
-    saved: Saved
-    seconds: float
-    alive: tuple[int, int]
-    gradients: Tensor
-
-
-@dataclass(frozen=True)
-class _Objection:
-    """The reason why modules cannot be recomputed.
-
-    Attributes:
-        kind: of the reason. Modules with the same kind share a sentence.
-        text: the reason, as the end of a sentence.
-    """
-
-    kind: str
-    text: str
-
-
-class _Bench:
-    """A model on which policies are tried."""
-
-    def __init__(self, job: Job) -> None:
-        torch.manual_seed(job.seed)
-        model, inputs = job.build()
-        self.device = job.device or default_device()
-        self.model = model.to(self.device).train()
-        self.inputs = tuple(moved(x, self.device) for x in inputs)
-        self._job = job
-
-    def step(self, policy: ActivationPolicy) -> _Step:
-        """Train under a policy for some steps."""
-        counting = compress_activations(self.model, policy=policy)
-        context = contextlib.nullcontext() if policy.is_off else counting
-        for _ in range(_WARM_UP):
-            self._step(context)
-        seconds = min(self._step(context) for _ in range(_TIMED))
-        loss, backward = most_alive(lambda mark: self._step(context, mark), self.device)
-        with counting as saved:
-            output = self._forward()
-        torch.autograd.backward(scalar_of(output))
-        found = gradients_of(self.model)
-        self.model.zero_grad()
-        return _Step(saved, seconds, (loss, backward), found)
-
-    def gradients(self) -> Tensor:
-        """Return the gradients of all parameters, flat, in a plain step."""
-        torch.autograd.backward(scalar_of(self._forward()))
-        found = gradients_of(self.model)
-        self.model.zero_grad()
-        return found
-
-    def objection(
-        self, policy: ActivationPolicy, names: Iterable[str], *, exact: bool, wanted: Tensor | None
-    ) -> _Objection | None:
-        """Try in one step whether modules can be recomputed under a policy; return why not, or None if they can.
-
-        Args:
-            policy: a policy that recomputes the modules.
-            names: names of the modules.
-            exact: whether inputs are exact, so that the second run should give the same results as the first.
-            wanted: exact gradients to compare with; None: gradients are not compared.
-        """
-        reruns = Reruns(self.model, names, most=_SAME)
-        try:
-            with reruns.watched():
-                with compress_activations(self.model, policy=policy):
-                    output = self._forward()
-                reruns.forward_is_done()
-                torch.autograd.backward(scalar_of(output))
-            found = gradients_of(self.model)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a model that is called twice may raise anything
-            return _Objection(type(error).__name__, _first_line(error))
-        finally:
-            self.model.zero_grad()
-        if not exact:
-            return None
-        text = reruns.objection
-        if text is None and wanted is not None and not _off(found, wanted) <= _SAME:  # NaN, too
-            text = "gradients are others than without it"
-        return None if text is None else _Objection(text, text)
-
-    def forward_seconds(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the seconds that the forward of each of these modules takes."""
-        found = dict.fromkeys(names, 0.0)
-        begun: dict[str, float] = {}
-
-        def watch(name: str, *, ends: bool) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                wait_for(self.device)
-                now = time.perf_counter()
-                if ends:
-                    found[name] += now - begun[name]
-                begun[name] = now
-
-            return hook
-
-        with contextlib.ExitStack() as stack:
-            for name in found:
-                module = self.model.get_submodule(name)
-                stack.callback(module.register_forward_pre_hook(watch(name, ends=False)).remove)
-                stack.callback(module.register_forward_hook(watch(name, ends=True)).remove)
-            self._forward()
-        return found
-
-    def _step(self, context: contextlib.AbstractContextManager[Any], mark: Callable[[], None] | None = None) -> float:
-        begin = time.perf_counter()
-        with context:
-            output = self._forward()
-        if mark is not None:
-            result_of(output).register_hook(lambda _: mark())  # type: ignore[no-untyped-call]
-        torch.autograd.backward(scalar_of(output))
-        wait_for(self.device)
-        taken = time.perf_counter() - begin
-        self.model.zero_grad()
-        return taken
-
-    def _forward(self) -> Any:
-        torch.manual_seed(self._job.seed)  # dropout leaves out the same elements with every policy
-        with torch.autocast(self.device, torch.bfloat16, enabled=self._job.amp):
-            return self.model(*self.inputs)
-
-
-def _first_line(error: Exception) -> str:
-    """Return an error's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _off(found: Tensor, exact: Tensor) -> float:
-    """Return the norm of the gradients' error relative to the norm of exact ones."""
-    difference = (found - exact).norm()
-    return float(difference / exact.norm()) if difference else 0.0  # of zeros, too
-
-
-def tensors_of(model: nn.Module, inputs: Iterable[Any], optimizer: str, codec: str | None = None) -> dict[str, int]:
-    """Return the bytes that training holds throughout: parameters, buffers, gradients, optimizer, residuals, inputs.
-
-    Args:
-        model: the model.
-        inputs: inputs of its forward; tensors inside containers count, too.
-        optimizer: adamw, sgd, adafactor or adamw-8bit.
-        codec: spec of the gradient compression; None: gradients are not compressed.
-
-    Raises:
-        ValueError: there is no such optimizer or codec.
-
-    Example:
-        >>> tensors_of(nn.Linear(100, 100), (torch.zeros(8, 100),), "adamw", "topk:density=0.01+ef")
-        {'parameters': 40400, 'buffers': 0, 'gradients': 40400, 'optimizer': 80808, 'residuals': 40000, 'inputs': 3200}
-    """
-    own = list(model.parameters())
-    return {
-        "parameters": sum(x.nbytes for x in own),
-        "buffers": sum(x.nbytes for x in model.buffers()),
-        "gradients": sum(x.nbytes for x in own if x.requires_grad),
-        "optimizer": _state_nbytes(own, optimizer),
-        "residuals": residual_nbytes(model, codec),
-        "inputs": sum(x.nbytes for x in tree_leaves(list(inputs)) if isinstance(x, Tensor)),
-    }
-
-
-#: Prefix of the names of an 8-bit optimizer's tables of code values, which all parameters share.
-_SHARED = "qmap"
-
-
-def _state_nbytes(parameters: Sequence[Tensor], optimizer: str) -> int:
-    """Return the bytes that an optimizer keeps for the parameters, without the parameters themselves."""
-    total = 0
-    for shape, dtype in ((p.shape, p.dtype) for p in parameters if p.requires_grad):
-        p = nn.Parameter(torch.zeros(shape, dtype=dtype))
-        p.grad = torch.zeros_like(p)
-        made = optimizer_of(optimizer, [p])
-        made.step()
-        kept = ((name, x) for state in made.state.values() for name, x in state.items() if isinstance(x, Tensor))
-        total += sum(x.nbytes for name, x in kept if not name.startswith(_SHARED))
-    return total
-
-
-def residual_nbytes(model: nn.Module, codec: str | None) -> int:
-    """Return the bytes of residuals that :func:`~narrowband.gradients.compress_gradients` keeps with a spec.
-
-    It compresses tensors of two or more dimensions with 1,024 elements or more.
-
-    Raises:
-        ValueError: there is no such spec.
-    """
-    chosen = None if codec is None else compression(codec)
-    state = None if chosen is None else chosen.new_feedback()
-    if chosen is None or state is None:
-        return 0
-    there = {name: p for name, p in model.named_parameters() if p.dim() > 1 and p.numel() >= _COMPRESSED}
-    cpu = torch.device("cpu")
-    state.reserve([Layout(name, chosen.codec, p.shape, cpu) for name, p in there.items()])
-    if state.needs_learning_rates:
-        state.set_learning_rates(dict.fromkeys(there, 1.0))
-    if isinstance(state, Feedback):
-        for name, p in there.items():
-            x = torch.linspace(-1.0, 1.0, p.numel())
-            _, payload = state.encode(name, x, chosen.codec, shape=p.shape, seed=0)
-            state.commit(name, x, chosen.codec, payload, shape=p.shape, seed=0)
-    return int(state.nbytes)
+# ---- the offers ------------------------------------------------------------------------------------------------------
 
 
 class _Survey:
@@ -331,7 +79,7 @@ class _Survey:
     """
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
-        self.bench = _Bench(job)
+        self.bench = Bench(job)
         self.notes: list[str] = []
         say("a step as it is")
         self.plain = self.bench.step(PLAIN)
@@ -354,7 +102,7 @@ class _Survey:
         self._refused: set[tuple[str, int | None]] = set()
         #: Exact gradients, if another step reproduces them.
         self._repeats: Tensor | None = self.plain.gradients
-        if not (off := _off(self.bench.gradients(), self.plain.gradients)) <= _SAME:
+        if not (off := gradient_error(self.bench.gradients(), self.plain.gradients)) <= SAME:
             self._repeats = None
             self.notes.append(
                 f"A second step of this model has other gradients than the first, off by {off:.1%}: how far they are "
@@ -407,7 +155,7 @@ class _Survey:
             if kind.again is None or isinstance(error, torch.OutOfMemoryError):
                 raise
             self.bench.model.zero_grad()
-            self.notes.append(f"Not every time can units be {kind.name}, which is not offered: {_first_line(error)}")
+            self.notes.append(f"Not every time can units be {kind.name}, which is not offered: {first_line(error)}")
             return
         costs = [self._cost(*each, step.saved) for each in zip(self.units, kinds, strict=True)]
         self._take(kind, costs, kinds, step)
@@ -426,7 +174,7 @@ class _Survey:
 
     def _refuse(self, kind: Kind) -> None:
         """Find the units that cannot be recomputed with this kind, and note why."""
-        objections: dict[_Objection, list[str]] = {}
+        objections: dict[Objection, list[str]] = {}
         while there := [at for at, unit in enumerate(self.units) if self._offered(kind, unit)]:
             found = self._at_fault(kind, there)
             if not found:
@@ -443,7 +191,7 @@ class _Survey:
                 f"{'' if objection.text.endswith(('.', '!', '?')) else '.'}"
             )
 
-    def _at_fault(self, kind: Kind, those: Sequence[int]) -> dict[int, _Objection]:
+    def _at_fault(self, kind: Kind, those: Sequence[int]) -> dict[int, Objection]:
         """Return which of these units cannot be recomputed, and why."""
         policy = self.policy(self._where(kind, [at in those for at in range(len(self.units))]))
         names = [kind.module(self.units[at]) for at in those]
@@ -454,7 +202,7 @@ class _Survey:
         found = self._at_fault(kind, those[:half]) | self._at_fault(kind, those[half:]) if half else {}
         return found or dict.fromkeys(those, objection)  # each half can be recomputed, but not both together
 
-    def _take(self, kind: Kind, costs: Sequence[Offer], kinds: Sequence[Kind], step: _Step) -> None:
+    def _take(self, kind: Kind, costs: Sequence[Offer], kinds: Sequence[Kind], step: Step) -> None:
         total, extra = math.fsum(cost.seconds for cost in costs), step.seconds - self.plain.seconds
         scale = min(max(extra / total, _SCALES[0]), _SCALES[1]) if total > 0 else 1.0
         moment = step.alive[1] - alive(costs, self.gradients)
@@ -468,9 +216,9 @@ class _Survey:
                 mean = math.fsum(seconds) / len(seconds)
                 own.append(replace(cost, moment=moment, seconds=mean, error=self.off(step), loss=loss))
 
-    def off(self, step: _Step) -> float:
+    def off(self, step: Step) -> float:
         """Return how far a step's gradients are from exact ones, relative to the norm of these."""
-        return _off(step.gradients, self.plain.gradients)
+        return gradient_error(step.gradients, self.plain.gradients)
 
     def _cost(self, unit: Unit, kind: Kind, saved: Saved) -> Offer:
         own = [kept for name, kept in saved.by_module.items() if unit.has(name)]
@@ -572,7 +320,7 @@ class _Search:
                 return found
         return None
 
-    def _fit(self, chosen: Sequence[Offer], step: _Step, budget: int) -> Fit:
+    def _fit(self, chosen: Sequence[Offer], step: Step, budget: int) -> Fit:
         survey, measured = self._survey, self.throughout + max(step.alive)
         policy = survey.named(chosen)
         self._say("a step as it is, again")

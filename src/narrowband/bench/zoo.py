@@ -20,11 +20,12 @@ import torch
 
 from narrowband.activations import ActivationPolicy
 from narrowband.bench.architectures import ZOO
-from narrowband.bench.budget import Job, fit_shares
+from narrowband.bench.budget import fit_shares
 from narrowband.bench.devices import Device, check_device
 from narrowband.bench.loopback import end_with_parent
 from narrowband.bench.memory import compare
 from narrowband.bench.subjects import subject
+from narrowband.bench.trials import Job
 from narrowband.bench.ways import Way
 from narrowband.errors import is_out_of_memory
 

@@ -80,6 +80,8 @@ class Memory:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.activations import ActivationPolicy
         from narrowband.bench import budget
+        from narrowband.bench.held import tensors_of
+        from narrowband.bench.trials import Job
         from narrowband.files import write_text
         from narrowband.report.tables import saved_table, takes_table
 
@@ -88,7 +90,7 @@ class Memory:
         with console.status("building"):
             model, inputs = subjects.tried(self.model, self.batch, self.device or devices.default_device())
             model.train()
-        tensors = budget.tensors_of(model, inputs, self.optimizer, self.codec)
+        tensors = tensors_of(model, inputs, self.optimizer, self.codec)
         surveys = {}
         with console.status("") as status:
             for bits in (8, 4):
@@ -107,7 +109,7 @@ class Memory:
         if self.budget is not None:
             del model, inputs  # the search builds its own
             build = functools.partial(subjects.subject, self.model, self.batch)
-            job = budget.Job(build, self.amp, self.optimizer, self.codec, self.device)
+            job = Job(build, self.amp, self.optimizer, self.codec, self.device)
             with console.status("") as status:
                 found = budget.fit(job, parse_bytes(self.budget), lambda what: status.update(f"measuring {what}"))
             if self.output is not None and found.reached:
