@@ -6,11 +6,12 @@ compression loses and decides when to send it after all.
 
 from __future__ import annotations
 
-from narrowband.codecs.base import ALIGNMENT, Codec, SelectingCodec, Shape, aligned, numel_of
+from narrowband.codecs.base import ALIGNMENT, Codec, Shape, aligned, numel_of
 from narrowband.codecs.floats import BF16, FP16, Identity
 from narrowband.codecs.lowrank import LowRank
 from narrowband.codecs.quantized import QSGD, Sign, Uniform
 from narrowband.codecs.registry import Registry
+from narrowband.codecs.selecting import SelectingCodec
 from narrowband.codecs.sparse import RandomK, Threshold, TopK
 from narrowband.codecs.spec import check_plus, format_term, name_of, parse_term
 

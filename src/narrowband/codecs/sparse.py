@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, SelectingCodec, Shape, aligned, dims, flattened, is_plain, numel_of
+from narrowband.codecs.base import Codec, Shape, aligned, dims, flattened, is_plain, numel_of
 from narrowband.codecs.indices import (
     entries,
     index_nbytes,
@@ -25,6 +25,7 @@ from narrowband.codecs.indices import (
     write_runs,
 )
 from narrowband.codecs.quantized import Uniform
+from narrowband.codecs.selecting import SelectingCodec
 from narrowband.codecs.spec import check_keys
 from narrowband.codecs.tiles import regions, select_in_tiles, tile_of
 from narrowband.errors import PayloadError

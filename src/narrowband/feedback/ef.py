@@ -43,7 +43,8 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs.base import SelectingCodec, dims, numel_of, squared_norm
+from narrowband.codecs import SelectingCodec
+from narrowband.codecs.base import dims, numel_of, squared_norm
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms
 from narrowband.feedback.kept import Kept, Store
