@@ -229,7 +229,7 @@ def test_who_would_train_something_else_is_told_and_disturbs_nobody(store):
 def test_all_that_has_to_be_equal_is_compared_before_a_peer_is_let_in(name, options):
     from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
     from narrowband.updates.elastic import _facts
-    from narrowband.updates.rounds import Rounds
+    from narrowband.updates.settings import Rounds
 
     def facts(model, outer=nesterov, message_nbytes=MESSAGE_NBYTES, momentum=0.0):
         settings = Settings.of(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import narrowband as nb
-from narrowband.updates.rounds import Rounds
+from narrowband.updates.settings import Rounds
 from tests.gradients.training import adamw, flat, heard, mlp, refusal, sgd, train
 from tests.ranks import RankError, run_ranks
 from tests.updates.training import begin, nesterov

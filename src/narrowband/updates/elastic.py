@@ -45,7 +45,7 @@ from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.averaged import floating_buffers
 from narrowband.updates.changed import Changes, all_or_none
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
-from narrowband.updates.rounds import Rounds, UpdateCompression
+from narrowband.updates.rounds import UpdateCompression
 from narrowband.updates.stepping import facts_of, in_training
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.agreement import Facts
     from narrowband.averaging.settings import Settings
     from narrowband.updates.fragments import Fragment
+    from narrowband.updates.settings import Rounds
 
 __all__ = ["ElasticUpdateCompression"]
 

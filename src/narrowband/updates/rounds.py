@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,11 +34,12 @@ from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.settings import Settings
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.errors import UnsupportedError
-from narrowband.feedback import ErrorFeedback, compression
+from narrowband.feedback import ErrorFeedback
 from narrowband.kernels.compiling import announced
 from narrowband.updates.averaged import Averaged, some
 from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, due_after, split
 from narrowband.updates.length import MeasuredLength
+from narrowband.updates.settings import Rounds, check_in_place
 from narrowband.updates.state import SavedRounds, UnderWay
 from narrowband.updates.stepping import facts_of, in_training, watch
 
@@ -49,61 +48,12 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec
     from narrowband.feedback import Compression, Method
 
-__all__ = ["Rounds", "UpdateCompression", "check_in_place", "taken"]
+__all__ = ["UpdateCompression", "taken"]
 
 log = logging.getLogger(__name__)
 
 #: Optimizers that already have a handle. Two handles on one optimizer would both take the same update.
 taken: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-#: Default interval, in optimizer steps, between two checks that replicas are equal. Where rounds are farther apart than
-#: that, every round checks. A check reads all parameters once: for 13 million this took 6 ms on one core, where ten
-#: steps of AdamW alone, without forward and backward passes, took 230 ms.
-CHECK_EVERY = 10
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """When rounds happen and what they do. The fields are arguments of :func:`compress_updates`."""
-
-    every: int | float
-    outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0
-    buffers: Literal["average", "keep"] = "average"
-    fragments: int = 1
-    overlap: int = 0
-    alpha: float = 0.5
-    offload: bool = False
-    grad_scaler: torch.amp.GradScaler | None = None
-    split: Literal["strided", "layers"] = "strided"
-    check_every: int | None = None
-    weigh: str = "steps"
-    residuals: Literal["apart", "in-place"] = "apart"
-
-    @property
-    def checked_every(self) -> int:
-        """Rounds from one comparison of the replicas' checksums to the next."""
-        return self.check_every or (1 if isinstance(self.every, float) else max(1, math.ceil(CHECK_EVERY / self.every)))
-
-    def facts(self, outer: Optimizer | None, left_out: Iterable[str]) -> dict[str, str]:
-        """Return name → value of what must be the same on all replicas.
-
-        Args:
-            outer: the outer optimizer, if :attr:`outer` makes one.
-            left_out: names of buffers that are not averaged because they hold inf or NaN.
-        """
-        return {
-            "every": str(self.every),
-            "outer": repr(self.outer) if outer is None else _said_of(outer),
-            "buffers": self.buffers,
-            "buffers that are not finite": ", ".join(left_out),
-            "fragments": f"{self.fragments}, {self.split}" if self.fragments > 1 else "1",
-            "overlap": str(self.overlap),
-            "alpha": str(self.alpha),
-            "residuals": self.residuals,
-            "check_every": str(self.checked_every),
-            "weigh": self.weigh,
-            "grad_scaler": "none" if self.grad_scaler is None else "given",
-        }
 
 
 class UpdateCompression(Handle):
@@ -593,27 +543,3 @@ class UpdateCompression(Handle):
 
     def _check_updates(self, state: Mapping[str, Any]) -> None:
         self._saved.check(state, self._averaged.tensors())
-
-
-def check_in_place(specs: Iterable[str | Compression]) -> None:
-    """Check that the specs' residuals can be kept in the parameters.
-
-    Raises:
-        ValueError: one of the specs has no residuals, or a feedback that needs them separate from the update.
-    """
-    for spec in specs:
-        method = compression(spec).feedback
-        if not isinstance(method, ErrorFeedback):
-            raise ValueError(
-                f"residuals='in-place' needs error feedback, and {str(spec)!r} has none; use a spec with +ef"
-            )
-        if method.chooses_by_residual:
-            raise ValueError(
-                f"residuals='in-place' cannot be combined with {method.name} in {str(spec)!r}, which needs residuals "
-                "apart from the updates to choose what it sends; use a spec with +ef"
-            )
-
-
-def _said_of(optimizer: Optimizer) -> str:
-    """Return the optimizer's type and default settings as text, for ranks to compare."""
-    return f"{type(optimizer).__name__} {sorted((k, repr(v)) for k, v in optimizer.defaults.items())}"

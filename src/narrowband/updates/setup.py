@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeGuard, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +18,11 @@ from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.who import ddp_of
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
-from narrowband.units import plain_number, whole_number
+from narrowband.units import whole_number
 from narrowband.updates.averaged import floating_buffers, some
 from narrowband.updates.elastic import ElasticUpdateCompression
-from narrowband.updates.rounds import Rounds, UpdateCompression, check_in_place, taken
+from narrowband.updates.rounds import UpdateCompression, taken
+from narrowband.updates.settings import Rounds, check_in_place
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -34,12 +32,6 @@ if TYPE_CHECKING:
     from narrowband.updates.rendezvous import Rendezvous
 
 __all__ = ["compress_updates"]
-
-log = logging.getLogger(__name__)
-
-#: Rounds of fewer steps than this count as short. In ``reproduce.local``, DiLoCo's outer step does harm in rounds of 3
-#: steps and none in rounds of 15; where the border lies has not been measured.
-_FEW_STEPS = 10
 
 
 def compress_updates(
@@ -152,43 +144,25 @@ def compress_updates(
             raise ValueError(
                 f"this {type(each).__name__} has a handle of compress_updates already; remove() that first"
             )
-    if isinstance(every, SupportsIndex):  # NumPy's numbers, too
-        every = whole_number("every", every)
-    elif not isinstance(every, str):
-        raise ValueError(f"every={every!r} is neither a whole number of steps nor, with peers=..., a time, as '20min'")
-    fragments, overlap, check_every = plain_number(fragments), plain_number(overlap), plain_number(check_every)
-    outer, alpha, warmup_rounds = plain_number(outer), plain_number(alpha), whole_number("warmup_rounds", warmup_rounds)
-    steps_or_seconds = _seconds(every) if isinstance(every, str) else every
-    if isinstance(steps_or_seconds, float) and peers is None:
-        raise ValueError(f"every={every!r} is a time, which works only with peers=...; give a number of steps")
-    if isinstance(steps_or_seconds, int) and steps_or_seconds < 1:
-        raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
-    if buffers not in ("average", "keep"):
-        raise ValueError(f"buffers={buffers!r} is neither 'average' nor 'keep'")
-    if split not in ("strided", "layers"):
-        raise ValueError(f"split={split!r} is neither 'strided' nor 'layers'")
-    _check_words(check_every, weigh, with_peers=peers is not None)
-    if outer == "nesterov":
-        if isinstance(every, int) and every < _FEW_STEPS:
-            log.warning(
-                "every=%d is short for outer='nesterov': with rounds of 3 steps the loss of a small GPT was half as "
-                "high again, with rounds of 15 steps it was not; use outer='auto' for short rounds",
-                every,
-            )
-        outer = _nesterov
-    if not callable(outer) and outer != "auto" and not (_is_number(outer) and 0 < outer < math.inf):
-        raise ValueError(
-            f"outer={outer!r} must be a number above 0, 'auto', 'nesterov', or a function that makes an optimizer"
-        )
-    rounds = Rounds(
-        steps_or_seconds, outer, buffers, fragments, overlap, alpha, offload, grad_scaler, split, check_every, weigh,
-        residuals,
-    )  # fmt: skip
-    _check_streaming(rounds)
+    rounds = Rounds.of(
+        every=every,
+        outer=outer,
+        buffers=buffers,
+        fragments=fragments,
+        overlap=overlap,
+        alpha=alpha,
+        offload=offload,
+        grad_scaler=grad_scaler,
+        split=split,
+        check_every=check_every,
+        weigh=weigh,
+        residuals=residuals,
+        with_peers=peers is not None,
+    )
     settings = Settings.of(
         spec,
         min_numel=min_numel,
-        warmup_steps=warmup_rounds * fragments,
+        warmup_steps=whole_number("warmup_rounds", warmup_rounds) * rounds.fragments,
         seed=seed,
         collective=collective,
         small=small,
@@ -202,15 +176,17 @@ def compress_updates(
         raise UnsupportedError(
             f"{method.name} corrects momentum in gradients, but updates already contain the optimizer's; use '+ef'"
         )
-    _check_residuals(residuals, settings, overlap, weigh)
-    if fragments > 1 and settings.policy is not None:
+    if rounds.residuals == "in-place":
+        _check_residuals(rounds, settings)
+    if rounds.fragments > 1 and settings.policy is not None:
         raise UnsupportedError(
-            f"a policy needs rounds of the whole model, and here fragments={fragments}; use a plan, or fragments=1"
+            f"a policy needs rounds of the whole model, and here fragments={rounds.fragments}; use a plan, or "
+            "fragments=1"
         )
     around = ddp_of(model)
     net = model if around is None else around.module
     _check_parameters(net, optimizers)
-    if buffers == "average":
+    if rounds.buffers == "average":
         _check_buffers(net)
     if peers is not None:
         if process_group is not None:
@@ -220,97 +196,31 @@ def compress_updates(
     check_replica(model, group)
     if settings.policy is not None:
         check_parts(net, "a policy chooses specs", min_numel=settings.min_numel)
-    if outer == "auto":
+    if rounds.outer == "auto":
         check_parts(net, "outer='auto' measures how far to go")
     if settings.plan is not None:
         settings = replace(settings, plan=plan_of_sharded(settings.plan, net, settings))
     return UpdateCompression(net, optimizers, settings, group, rounds)
 
 
-def _nesterov(parameters: list[nn.Parameter]) -> Optimizer:
-    """DiLoCo's outer optimizer."""
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def _check_words(check_every: object, weigh: object, *, with_peers: bool) -> None:
-    """Check ``check_every`` and ``weigh``.
+def _check_residuals(rounds: Rounds, settings: Settings) -> None:
+    """Check ``residuals="in-place"``: it needs specs with error feedback, and rounds in which the replica waits.
 
     Raises:
-        ValueError: one of them is not allowed.
+        ValueError: arguments that cannot be combined.
     """
-    if check_every is not None and not (isinstance(check_every, int) and check_every >= 1):
-        raise ValueError(f"check_every={check_every!r} must be a whole number of rounds of at least 1")
-    if not (isinstance(weigh, str) and weigh):
-        raise ValueError(f"weigh={weigh!r} must be a word: 'steps', or the unit of handle.count(), such as 'tokens'")
-    if weigh != "steps" and not with_peers:
-        raise ValueError(f"weigh={weigh!r} works only with peers=...; replicas of a process group have equal weights")
-
-
-def _check_residuals(residuals: object, settings: Settings, overlap: int, weigh: str) -> None:
-    """Check ``residuals``: ``"in-place"`` needs specs with error feedback, and rounds in which the replica waits.
-
-    Raises:
-        ValueError: an unknown word, or arguments that cannot be combined.
-    """
-    if residuals not in ("apart", "in-place"):
-        raise ValueError(f"residuals={residuals!r} is neither 'apart' nor 'in-place'")
-    if residuals == "apart":
-        return
     of_layers = [] if settings.plan is None else list(settings.plan.specs().values())
     of_layers += [] if settings.policy is None else settings.policy.specs()
     check_in_place([settings.compression, *(compression(spec).beside(settings.compression) for spec in of_layers)])
-    if overlap:
+    if rounds.overlap:
         raise ValueError(
-            f"overlap={overlap} cannot be combined with residuals='in-place'; use overlap=0 or residuals='apart'"
+            f"overlap={rounds.overlap} cannot be combined with residuals='in-place'; use overlap=0 or residuals='apart'"
         )
-    if weigh != "steps":
+    if rounds.weigh != "steps":
         raise ValueError(
-            f"weigh={weigh!r} cannot be combined with residuals='in-place': an update of weight 0 would lose the "
-            "residuals that it contains; use weigh='steps' or residuals='apart'"
+            f"weigh={rounds.weigh!r} cannot be combined with residuals='in-place': an update of weight 0 would lose "
+            "the residuals that it contains; use weigh='steps' or residuals='apart'"
         )
-
-
-def _check_streaming(rounds: Rounds) -> None:
-    """Check ``fragments``, ``overlap`` and ``alpha``: all fragments must have their rounds within ``every`` steps, and
-    each must arrive before the next one starts.
-
-    Raises:
-        ValueError: one of them is not allowed.
-    """
-    fragments, overlap = rounds.fragments, rounds.overlap
-    numbers: list[tuple[str, Any, int]] = [("fragments", fragments, 1), ("overlap", overlap, 0)]
-    for name, value, least in numbers:
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-    if not (_is_number(rounds.alpha) and 0 <= rounds.alpha <= 1):
-        raise ValueError(f"alpha={rounds.alpha!r} must be between 0 and 1: the weight of a replica's own parameters")
-    if isinstance(rounds.every, float):
-        return
-    if fragments > rounds.every:
-        raise ValueError(
-            f"fragments={fragments} must be at most every={rounds.every}: each fragment needs a step for its round"
-        )
-    if overlap > rounds.every // fragments:
-        raise ValueError(
-            f"overlap={overlap} must be at most {rounds.every // fragments} (every={rounds.every} // "
-            f"fragments={fragments}): a fragment must arrive before the exchange of the next one begins"
-        )
-
-
-def _seconds(text: str) -> float:
-    """Return the seconds of a time such as ``20min``.
-
-    Raises:
-        ValueError: the text is no time.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|min|h)", text.strip())
-    if found is None or not float(found[1]):
-        raise ValueError(f"every={text!r} is not a time; expected a number and s, min or h, such as '20min'")
-    return float(found[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2]]
-
-
-def _is_number(x: object) -> TypeGuard[float]:
-    return isinstance(x, (int, float))
 
 
 def _check_buffers(model: nn.Module) -> None:
