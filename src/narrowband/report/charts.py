@@ -47,14 +47,7 @@ def unchecked() -> AbstractContextManager[None]:
 
 
 def lines(rows: Rows, unit: str, *, over: str = "step", log: bool = False) -> dict[str, Any]:
-    """Draw one line for each "what" of rows with step, what and value.
-
-    Args:
-        rows: the points.
-        unit: of the values.
-        over: what the steps are.
-        log: whether the axis of values is logarithmic.
-    """
+    """Draw one line for each "what" of rows with step, what and value, of this unit, over what the steps are."""
     import altair as alt
 
     scale = alt.Scale(type="log") if log else alt.Scale(zero=False)
@@ -74,12 +67,9 @@ def lines(rows: Rows, unit: str, *, over: str = "step", log: bool = False) -> di
 
 
 def dots(rows: Rows, x: str, y: str, titles: Mapping[str, str]) -> dict[str, Any]:
-    """Draw a dot with its name for each of these rows, which have "row" (the name), ``x`` and ``y``, above 0.
+    """Draw a dot with its name for each of these rows, which have "row" (the name), ``x`` and ``y`` (above 0).
 
-    Args:
-        rows: the dots.
-        x, y: the fields that say where a dot is; the axis of ``y`` is logarithmic.
-        titles: field → title of its axis.
+    ``titles`` holds the axes' titles by field; the axis of ``y`` is logarithmic.
     """
     import altair as alt
 
@@ -135,13 +125,7 @@ def layer_bars(rows: Rows, field: str, title: str) -> dict[str, Any]:
 
 
 def heat(rows: Rows, title: str, *, names: bool) -> dict[str, Any]:
-    """Draw a rectangle in the color of its value for each layer and step.
-
-    Args:
-        rows: have layer, step and value.
-        title: what the values are.
-        names: whether the values are names, and not numbers.
-    """
+    """Draw a rectangle in the color of its value, a name or a number, for each of these rows: layer, step, value."""
     import altair as alt
 
     kind = "N" if names else "Q"

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeGuard
 
 import torch
@@ -41,7 +41,7 @@ class Rounds:
     """When rounds happen and what they do. The fields are arguments of :func:`compress_updates`."""
 
     every: int | float
-    outer: float | Literal["auto"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0
+    outer: float | Literal["auto", "nesterov"] | Callable[[list[nn.Parameter]], Optimizer] = 1.0
     buffers: Literal["average", "keep"] = "average"
     fragments: int = 1
     overlap: int = 0
@@ -54,54 +54,38 @@ class Rounds:
     residuals: Literal["apart", "in-place"] = "apart"
 
     @classmethod
-    def of(
-        cls,
-        *,
-        every: int | str,
-        outer: float | Literal["auto", "nesterov"] | Callable[[list[nn.Parameter]], Optimizer],
-        fragments: int,
-        overlap: int,
-        alpha: float,
-        check_every: int | None,
-        with_peers: bool,
-        **others: Any,
-    ) -> Rounds:
+    def of(cls, *, with_peers: bool, **given: Any) -> Rounds:
         """Check all arguments that do not depend on the model or the spec, and return the settings.
 
         Args:
-            every, outer, fragments, overlap, alpha, check_every, others: arguments of :func:`compress_updates`.
             with_peers: whether replicas come and go.
+            given: the fields, as users gave them: ``every`` may be a time, and ``outer`` "nesterov".
 
         Raises:
-            ValueError: an argument out of range, a word that does not exist, or one that works only with peers.
+            ValueError: a number out of range, a word that does not exist, or what works only with peers.
         """
+        every = given.pop("every")
         if isinstance(every, SupportsIndex):  # NumPy's numbers, too
             every = whole_number("every", every)
         elif not isinstance(every, str):
             raise ValueError(
                 f"every={every!r} is neither a whole number of steps nor, with peers=..., a time, as '20min'"
             )
-        if outer == "nesterov":
+        rounds = cls(
+            _seconds(every) if isinstance(every, str) else every, **{n: plain_number(x) for n, x in given.items()}
+        )
+        if isinstance(every, str) and not with_peers:
+            raise ValueError(f"every={every!r} is a time, which works only with peers=...; give a number of steps")
+        rounds._check_words(with_peers=with_peers)
+        rounds._check_numbers()
+        if rounds.outer == "nesterov":
             if isinstance(every, int) and every < _FEW_STEPS:
                 log.warning(
                     "every=%d is short for outer='nesterov': with rounds of 3 steps the loss of a small GPT was half "
                     "as high again, with rounds of 15 steps it was not; use outer='auto' for short rounds",
                     every,
                 )
-            outer = _nesterov
-        rounds = cls(
-            every=_seconds(every) if isinstance(every, str) else every,
-            outer=plain_number(outer),
-            fragments=plain_number(fragments),
-            overlap=plain_number(overlap),
-            alpha=plain_number(alpha),
-            check_every=plain_number(check_every),
-            **others,
-        )
-        if isinstance(every, str) and not with_peers:
-            raise ValueError(f"every={every!r} is a time, which works only with peers=...; give a number of steps")
-        rounds._check_words(with_peers=with_peers)
-        rounds._check_numbers()
+            return replace(rounds, outer=_nesterov)
         return rounds
 
     def _check_words(self, *, with_peers: bool) -> None:
@@ -122,14 +106,14 @@ class Rounds:
         """Check numbers: all fragments must have their rounds within ``every`` steps, and each must arrive before the
         next one starts.
         """
-        every, outer = self.every, self.outer
+        every, outer, words = self.every, self.outer, ("auto", "nesterov")
         fragments, overlap = self.fragments, self.overlap
         if isinstance(every, int) and every < 1:
             raise ValueError(f"every={every} must be at least 1: optimizer steps from one round to the next")
         check_every: Any = self.check_every
         if check_every is not None and not (isinstance(check_every, int) and check_every >= 1):
             raise ValueError(f"check_every={check_every!r} must be a whole number of rounds of at least 1")
-        if not callable(outer) and outer != "auto" and not (_is_number(outer) and 0 < outer < math.inf):
+        if not callable(outer) and outer not in words and not (_is_number(outer) and 0 < outer < math.inf):
             raise ValueError(
                 f"outer={outer!r} must be a number above 0, 'auto', 'nesterov', or a function that makes an optimizer"
             )

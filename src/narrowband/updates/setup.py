@@ -145,20 +145,10 @@ def compress_updates(
                 f"this {type(each).__name__} has a handle of compress_updates already; remove() that first"
             )
     rounds = Rounds.of(
-        every=every,
-        outer=outer,
-        buffers=buffers,
-        fragments=fragments,
-        overlap=overlap,
-        alpha=alpha,
-        offload=offload,
-        grad_scaler=grad_scaler,
-        split=split,
+        with_peers=peers is not None, every=every, outer=outer, buffers=buffers, fragments=fragments, split=split,
+        overlap=overlap, alpha=alpha, offload=offload, residuals=residuals, grad_scaler=grad_scaler, weigh=weigh,
         check_every=check_every,
-        weigh=weigh,
-        residuals=residuals,
-        with_peers=peers is not None,
-    )
+    )  # fmt: skip
     settings = Settings.of(
         spec,
         min_numel=min_numel,
