@@ -154,7 +154,7 @@ def decoded(codec: nb.Codec, payload: Tensor, like: Tensor, seed: int = 0) -> Te
 def backend(name: str) -> Iterator[None]:
     """The kernels of ``cpu`` tensors run on this backend, as ``NARROWBAND_KERNELS`` would have it in a new process."""
     before = os.environ.pop("NARROWBAND_KERNELS", None)
-    backends.choose_anew()
+    backends._chosen.clear()
     if name == "reference":
         os.environ["NARROWBAND_KERNELS"] = "reference"
     try:
@@ -164,4 +164,4 @@ def backend(name: str) -> Iterator[None]:
         os.environ.pop("NARROWBAND_KERNELS", None)
         if before is not None:
             os.environ["NARROWBAND_KERNELS"] = before
-        backends.choose_anew()
+        backends._chosen.clear()

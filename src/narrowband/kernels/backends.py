@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Backend", "backend_for", "backend_of", "choose_anew", "fuses"]
+__all__ = ["Backend", "backend_for", "backend_of", "fuses"]
 
 #: The package of loops for each device type. All other device types run the reference.
 PACKAGES = {"cpu": "narrowband.kernels.cpu", "cuda": "narrowband.kernels.cuda"}
@@ -90,11 +90,6 @@ def backend_of(tensor: Tensor) -> Backend:
     if found is None:
         found = _chosen[device_type] = backend_for(device_type)
     return found
-
-
-def choose_anew() -> None:
-    """Forget which backend each device type uses, so that ``NARROWBAND_KERNELS`` is read again."""
-    _chosen.clear()
 
 
 def fuses(x: Tensor) -> bool:

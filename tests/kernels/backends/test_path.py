@@ -28,7 +28,7 @@ SPECS = {
 def trained(rank, world_size, package):
     """Spec → parameters, residuals and losses after some steps on the CPU, and whose loops these were."""
     backends.PACKAGES["cpu"] = package
-    backends.choose_anew()
+    backends._chosen.clear()
     warmup._SIDES = (32,)  # the interpreter takes its time
     found = {}
     for spec, steps in SPECS.items():
