@@ -79,6 +79,21 @@ def test_any_rank_may_speak_and_claim_work_that_is_then_its_own(module):
     assert {event["text"] for event in events} == {"x" * 20_000}
 
 
+def test_what_all_ranks_have_so_far_comes_once_for_each_turn_in_their_order(module):
+    name = module(
+        """
+        for turn in range(3):
+            worker.so_far([worker.rank, turn])
+            worker.tell(event="step", turn=turn)
+        worker.finish(None)
+        """
+    )
+    events, gathered = [], []
+    run_ranks(name, {}, Loopback(3), events.append, gathered.append)
+    assert gathered == [[[rank, turn] for rank in range(3)] for turn in range(3)]
+    assert events == [{"event": "step", "turn": turn} for turn in range(3)]
+
+
 def test_a_rank_that_fails_ends_the_others_and_is_quoted(module, tmp_path):
     name = module(
         """

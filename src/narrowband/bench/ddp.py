@@ -217,21 +217,9 @@ def run(
         UnsupportedError: the machine cannot emulate links; says what is missing.
         RankError: a rank ended early.
     """
-    place = config.place()
-    told = asdict(config) | {"options": [asdict(option) for option in options]}
-    after: dict[int, dict[int, list[dict[str, Any]]]] = {}  # round → rank → its rows after that
-
-    def note(event: dict[str, Any]) -> None:
-        if event["event"] != "rows":
-            on_event(event)
-            return
-        parts = after.setdefault(event["turn"], {})
-        parts[event["rank"]] = event["rows"]
-        if len(parts) == place.ranks:
-            del after[event["turn"]]
-            keep(_rows(config, [parts[rank] for rank in range(place.ranks)]))
-
-    return _rows(config, run_ranks("narrowband.bench.ddp", told, place, note))
+    told, place = asdict(config) | {"options": [asdict(option) for option in options]}, config.place()
+    ranks = run_ranks("narrowband.bench.ddp", told, place, on_event, lambda ranks: keep(_rows(config, ranks)))
+    return _rows(config, ranks)
 
 
 def _rows(config: Config, ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -652,8 +640,7 @@ def _main(rank_process: RankProcess) -> None:
                 row.round_compute_s.append(compute.round_step_s[-1])
             tell(row)
         if turn + 1 < config.rounds:
-            so_far = [row.result(card) for row in rows]
-            rank_process.say(event="rows", turn=turn, rank=rank_process.rank, rows=so_far)
+            rank_process.so_far([row.result(card) for row in rows])
     rank_process.finish([row.result(card) for row in rows])
 
 

@@ -149,20 +149,9 @@ def run(
         UnsupportedError: the machine cannot emulate links; says what is missing.
         RankError: a rank ended early.
     """
-    place = config.place()
-    after: dict[int, dict[int, list[dict[str, Any]]]] = {}  # epoch → rank → its rows after that
-
-    def note(event: dict[str, Any]) -> None:
-        if event["event"] != "rows":
-            on_event(event)
-            return
-        parts = after.setdefault(event["epoch"], {})
-        parts[event["rank"]] = event["rows"]
-        if len(parts) == place.ranks:
-            del after[event["epoch"]]
-            keep(_rows(config, [parts[rank] for rank in range(place.ranks)]))
-
-    return _rows(config, run_ranks("narrowband.bench.pipeline", asdict(config), place, note))
+    told, place = asdict(config), config.place()
+    ranks = run_ranks("narrowband.bench.pipeline", told, place, on_event, lambda ranks: keep(_rows(config, ranks)))
+    return _rows(config, ranks)
 
 
 def _rows(config: Config, ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -370,7 +359,7 @@ def _main(process: RankProcess) -> None:
             row.result(epoch + 1, compared * config.batches, counts) for row, counts in zip(rows, begin, strict=True)
         ]
         if epoch + 1 < config.epochs:
-            process.say(event="rows", epoch=epoch, rank=process.rank, rows=so_far)
+            process.so_far(so_far)
     process.finish(so_far)
 
 

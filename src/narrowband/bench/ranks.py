@@ -34,6 +34,9 @@ _POLL_S = 0.1
 _TAIL_LINES = 30
 _SIGNALLED = 128  # exit codes above it: ended by a signal
 
+#: The kind of event by which a rank says what it has so far.
+_SO_FAR = "so far"
+
 #: Seeds are multiplied and added to on the way to torch's generators, which take 64 bits.
 _MAX_SEED = 2**31
 
@@ -73,6 +76,7 @@ def run_ranks(
     config: dict[str, Any],
     where: Loopback | LabConfig,
     on_event: Callable[[dict[str, Any]], None] | None = None,
+    so_far: Callable[[list[Any]], None] = lambda _: None,
 ) -> list[Any]:
     """Run ``python -m module`` once per rank and return what each passed to :meth:`RankProcess.finish`, in rank order.
 
@@ -81,6 +85,8 @@ def run_ranks(
         config: JSON-able; a rank finds it as ``RankProcess.config``.
         where: the network that the ranks are on.
         on_event: called (from another thread) with every event that rank 0 tells.
+        so_far: called in the same way, when all ranks have called :meth:`RankProcess.so_far` once more, with what each
+            has passed to it, in rank order. It needs ``on_event``.
 
     Raises:
         RankError: a rank ended with an error or without a result.
@@ -93,7 +99,8 @@ def run_ranks(
         events = directory / "events.jsonl"
         events.touch()
         log = directory / "ranks.log"
-        with _following(events, on_event), log.open("wb") as output:
+        note = None if on_event is None else _gathering(where.ranks, on_event, so_far)
+        with _following(events, note), log.open("wb") as output:
             if isinstance(where, LabConfig):
                 command = [sys.executable, "-m", module, name]
                 code = run(where, command, stdout=output, stderr=subprocess.STDOUT).exit_code
@@ -112,6 +119,7 @@ class RankProcess:
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self._directory = Path(directory)
+        self._turn = 0
         self.config: dict[str, Any] = json.loads((self._directory / "config.json").read_text())
 
     def tell(self, **event: Any) -> None:
@@ -124,6 +132,11 @@ class RankProcess:
         line = json.dumps(event).encode() + b"\n"
         with (self._directory / "events.jsonl").open("ab", buffering=0) as file:
             file.write(line)  # in one call, so that lines of ranks do not mix
+
+    def so_far(self, result: Any) -> None:
+        """Send the parent what :meth:`finish` would get if this rank ended now. All ranks call it equally often."""
+        self._turn += 1
+        self.say(event=_SO_FAR, turn=self._turn, rank=self.rank, result=result)
 
     def claim(self, what: str) -> bool:
         """Return whether this rank is the first to claim a piece of work, which one rank alone shall do."""
@@ -171,6 +184,25 @@ def _counters(card: str) -> list[int]:
 
 
 # ---- events and errors -----------------------------------------------------------------------------------------------
+
+
+def _gathering(
+    ranks: int, on_event: Callable[[dict[str, Any]], None], so_far: Callable[[list[Any]], None]
+) -> Callable[[dict[str, Any]], None]:
+    """Return a function that passes events on, and gathers from all ranks what they have so far."""
+    results: dict[int, dict[int, Any]] = {}  # turn → rank → its result after that
+
+    def note(event: dict[str, Any]) -> None:
+        if event.get("event") != _SO_FAR:
+            on_event(event)
+            return
+        own = results.setdefault(event["turn"], {})
+        own[event["rank"]] = event["result"]
+        if len(own) == ranks:
+            del results[event["turn"]]
+            so_far([own[rank] for rank in range(ranks)])
+
+    return note
 
 
 @contextmanager
