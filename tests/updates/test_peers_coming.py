@@ -167,7 +167,7 @@ def truncated(rank, world_size, address):
 
         rounds_of.begin_with_the_first = elastic.begin_with_the_first = begun
     if rank == 0:
-        isend = dist.isend
+        isend, begin = dist.isend, elastic.begin_with_the_first
 
         def sending(*given, **options):
             sent.append(isend(*given, **options))
@@ -177,7 +177,14 @@ def truncated(rank, world_size, address):
                 die(handle)
             return sent[-1]
 
-        dist.isend = sending
+        def begun(model, group):
+            dist.isend = sending  # not earlier: a second wait() for a message of an earlier round would never return
+            try:
+                return begin(model, group)
+            finally:
+                dist.isend = isend
+
+        elastic.begin_with_the_first = rounds_of.begin_with_the_first = begun
     model, optimizer, handle = join(address, rank, model=model, begin_with=2, exchange_s=LONG_S)
     seen = train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side)
     handle.remove()
