@@ -57,11 +57,12 @@ def given_wrongly(rank, world_size, way, wrong, on):
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_one_rank_is_given_wrongly_is_an_error_on_all(way, kind):
     wrong, words = WRONG[kind]
-    for refused, steps in run_ranks(given_wrongly, 2, way, wrong, [1], timeout_s=60.0):
-        assert refused[0] == "DisagreementError"
-        assert f"problem (none on rank 0; {words}" in refused[1]
-        assert f"Call {way} on all ranks with the same arguments" in refused[1]
-        assert steps == 1
+    (told, steps), (own, own_steps) = run_ranks(given_wrongly, 2, way, wrong, [1], timeout_s=60.0)
+    assert told[0] == "DisagreementError"
+    assert f"problem (none on rank 0; {words}" in told[1]
+    assert f"Call {way} on all ranks with the same arguments" in told[1]
+    assert f"{own[0]}: {own[1]}".startswith(words)
+    assert steps == own_steps == 1
 
 
 def test_what_all_ranks_are_given_wrongly_is_the_error_itself():

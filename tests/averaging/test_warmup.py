@@ -57,6 +57,7 @@ def fails_on(rank, world_size, failing):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_make_loops_ready_is_an_error_on_all(failing):
-    for refused in run_ranks(fails_on, 2, failing):
-        assert refused[0] == "DisagreementError"
-        assert f"MemoryError: no room on rank {failing}" in refused[1]
+    refused = run_ranks(fails_on, 2, failing)
+    assert refused[failing] == ("MemoryError", "no room")
+    assert refused[1 - failing][0] == "DisagreementError"
+    assert f"MemoryError: no room on rank {failing}" in refused[1 - failing][1]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import narrowband as nb
+from narrowband.adapt import LayerPlan, Plan
 from narrowband.averaging import agreement
 from narrowband.averaging.agreement import Agreement, _differences
 from narrowband.collectives import Peers
-from tests.gradients.training import TINY, compress, flat, loss_of, mlp, refusal, residuals, same, train, wrap
+from tests.gradients.training import TINY, compress, flat, loss_of, mlp, refusal, residuals, same, sgd, train, wrap
 from tests.ranks import run_ranks
 
 CALLS = {
@@ -21,7 +24,7 @@ CALLS = {
     "set_epoch": (lambda handle: handle.set_epoch(3), "epoch (None on ranks 0, 2; 3 on rank 1)"),
     "set_layers": (
         lambda handle: handle.set_layers({"0.weight": "topk:density=0.5"}),
-        "spec of layer of '0.weight' (nothing on ranks 0, 2; topk:density=0.5",
+        "call (backward on ranks 0, 2; set_layers on rank 1)",
     ),
     "remove": (lambda handle: handle.remove(), "call (backward on ranks 0, 2; remove on rank 1)"),
     "load_state_dict": (
@@ -53,6 +56,75 @@ def test_what_is_called_on_one_rank_only_raises_on_all_by_name(call, spec):
         assert "on all ranks" in error[1]
         assert residuals_as_before
         assert parameters_as_before
+
+
+def mistaken_on_one_rank(rank, world_size):
+    """What rank 1 gives that the others do not, and what every rank hears; and that training goes on after that."""
+    layers = {"0.weight": "topk:density=0.5"}
+    plan = Plan((LayerPlan("other", (64, 64), "qsgd:bits=2", 1.0, None),), "by hand", 3)
+    heard = {}
+    model = wrap(mlp())
+    one = rank == 1
+    heard["spec"] = refusal(lambda: compress(model, "zip" if one else "sign+ef", min_numel=64))
+    heard["number"] = refusal(lambda: compress(model, "sign+ef", min_numel=-1 if one else 64))
+    heard["module"] = refusal(lambda: compress(7 if one else model, "sign+ef", min_numel=64))
+    heard["plan on two levels"] = refusal(lambda: compress(model, plan if one else "sign+ef", min_numel=64, nodes=3))
+    heard["nodes"] = refusal(lambda: compress(model, "sign+ef", min_numel=64, nodes=3 if one else "auto"))
+    heard["averager"] = refusal(lambda: nb.Averager(mlp(), "zip" if one else "sign+ef"))
+    net = mlp()
+    heard["updates"] = refusal(lambda: nb.compress_updates(net, sgd(net), "sign+ef", every=0 if one else 2))
+    handle = compress(model, "topk:density=0.05+ef", min_numel=64)
+    heard["name of a layer"] = refusal(lambda: handle.set_layers({"1.bias": "sign"} if one else layers))
+    heard["no mapping"] = refusal(lambda: handle.set_layers(["0.weight"] if one else layers))
+    heard["spec of a layer"] = refusal(lambda: handle.set_layers({"0.weight": "topk:density=0.4"} if one else layers))
+    unchanged = handle.layers.override_texts() == {}
+    handle.set_layers(layers)
+    train(model, rank, range(2))
+    return heard, unchanged, flat(model)
+
+
+def test_a_mistake_on_one_rank_is_raised_on_all_and_nobody_waits_for_it():
+    answers = run_ranks(mistaken_on_one_rank, 3)
+    for rank, (heard, unchanged, parameters) in enumerate(answers):
+        for what, (kind, words) in {
+            "spec": ("ValueError", "unknown codec 'zip'"),
+            "number": ("ValueError", "min_numel=-1"),
+            "module": ("TypeError", "not int"),
+            "plan on two levels": ("ValueError", "other"),
+            "nodes": ("DisagreementError", "nodes (auto on ranks 0, 2; 3 on rank 1)"),
+            "averager": ("ValueError", "unknown codec 'zip'"),
+            "updates": ("ValueError", "every=0 must be at least 1"),
+            "name of a layer": ("ValueError", "1.bias: this handle compresses no parameters of these names"),
+            "no mapping": ("AttributeError", "'list'"),
+            "spec of a layer": ("DisagreementError", "density=0.5+ef on ranks 0, 2; topk:density=0.4+ef on rank 1"),
+        }.items():
+            assert heard[what] is not None, what
+            assert heard[what][0] == (kind if rank == 1 else "DisagreementError"), (what, heard[what])
+            assert words in heard[what][1], (what, heard[what])
+        assert unchanged
+        assert torch.equal(parameters, answers[0][2])
+
+
+def refused_and_left(rank, world_size):
+    """Whether a model that was refused is freed when nothing refers to it, without a garbage collection."""
+    plan = Plan((LayerPlan("other", (64, 64), "qsgd:bits=2", 1.0, None),), "by hand", 2)
+    gc.collect()
+    gc.disable()
+    try:
+        model = wrap(mlp())
+        refusals = [refusal(partial(compress, model, spec)) for spec in ("zip" if rank else "sign+ef", plan)]
+        seen = weakref.ref(model)
+        del model
+        return [kind for kind, _ in refusals], seen() is None
+    finally:
+        gc.enable()
+
+
+def test_errors_of_a_set_up_keep_no_model_alive():
+    """The hooks of an old DistributedDataParallel would disturb a new one."""
+    first, second = run_ranks(refused_and_left, 2)
+    assert first == (["DisagreementError", "ValueError"], True)
+    assert second == (["ValueError", "ValueError"], True)
 
 
 def resume_on_one_rank(rank, world_size):

@@ -7,12 +7,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import narrowband as nb
-from tests.gradients.shards import shard
+from tests.gradients.shards import mesh_of, shard
 from tests.gradients.training import loss_of, mlp, wrap
 from tests.ranks import run_ranks
 
-#: Way of averaging → whether hooks see averages.
-SEEN = {"ddp": False, "views": False, "plain": False, "averager": False, "shards": True}
+#: Way of averaging → among how many ranks, from this one on, a gradient is averaged before hooks see it.
+SEEN = {"ddp": 1, "views": 1, "plain": 1, "averager": 1, "shards": 2, "sharded nodes": 2}
+#: The number of ranks where it is not 2.
+RANKS = {"sharded nodes": 4}
 
 
 def gradients(model):
@@ -36,6 +38,9 @@ def backward_with(way, rank, world_size, hook, *, early):
     model = wrap(net, gradient_as_bucket_view=way == "views") if way in ("ddp", "views") else net
     if way == "shards":
         model = shard(net, init_device_mesh("cpu", (world_size,)))
+    mesh = mesh_of(2, 2) if way == "sharded nodes" else None
+    if mesh is not None:
+        model = shard(net, mesh["shards"])
 
     def set_hooks():
         for name, p in net.named_parameters():
@@ -48,7 +53,7 @@ def backward_with(way, rank, world_size, hook, *, early):
     elif way == "averager":
         averager = nb.Averager(model, "none")
     else:
-        nb.compress_gradients(model, "none")
+        nb.compress_gradients(model, "none", process_group=None if mesh is None else mesh["nodes"].get_group())
     if not early:
         set_hooks()
     loss_of(model, 0, rank).backward()
@@ -61,32 +66,41 @@ def close(found, expected):
     return found.keys() == expected.keys() and all(torch.allclose(found[n], expected[n], atol=1e-6) for n in expected)
 
 
+def mean_of(ranks):
+    own = [own_of(rank) for rank in ranks]
+    return {name: sum(each[name] for each in own) / len(own) for name in own[0]}
+
+
 def seen(rank, world_size, way):
-    """Whether hooks saw this rank's own gradients, or averages; and whether averages are there afterwards."""
+    """Whether hooks saw the mean of the ranks that average before them, and whether that of all is there afterwards."""
     found = {}
     after = backward_with(way, rank, world_size, lambda name, p: found.update({name: p.grad.clone()}), early=False)
     found = {name: whole(x) for name, x in found.items()}
-    mean = {name: sum(own_of(r)[name] for r in range(world_size)) / world_size for name in after}
-    return close(found, own_of(rank)), close(found, mean), close(after, mean)
+    first = rank - rank % SEEN[way]
+    return close(found, mean_of(range(first, first + SEEN[way]))), close(after, mean_of(range(world_size)))
 
 
 @pytest.mark.parametrize("way", SEEN)
 def test_hooks_see_the_own_gradient_unless_fsdp2_averaged_it(way):
-    assert run_ranks(seen, 2, way) == [(not SEEN[way], SEEN[way], True)] * 2
+    ranks = RANKS.get(way, 2)
+    assert run_ranks(seen, ranks, way) == [(True, True)] * ranks
 
 
 def changed(rank, world_size, way, early):
     """Names of gradients that are not the mean of what ranks' hooks left."""
+    together = SEEN[way]
 
     def scale(_, p):
-        p.grad.mul_(rank + 1)
+        p.grad.mul_(rank // together + 1)
 
     after = backward_with(way, rank, world_size, scale, early=early)
-    expected = {name: sum((r + 1) * own_of(r)[name] for r in range(world_size)) / world_size for name in after}
+    left = [{name: (r // together + 1) * x for name, x in own_of(r).items()} for r in range(world_size)]
+    expected = {name: sum(each[name] for each in left) / world_size for name in after}
     return [name for name in after if not torch.allclose(after[name], expected[name], atol=1e-6)]
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("way", [way for way in SEEN if not SEEN[way]])
+@pytest.mark.parametrize("way", [way for way in SEEN if way != "shards"])
 def test_what_hooks_leave_is_averaged_whenever_they_were_set(way, early):
-    assert run_ranks(changed, 2, way, early) == [[], []]
+    ranks = RANKS.get(way, 2)
+    assert run_ranks(changed, ranks, way, early) == [[]] * ranks

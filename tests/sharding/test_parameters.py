@@ -170,3 +170,29 @@ def test_parameters_that_take_the_place_of_others_are_an_error():
     for kind, message in run_ranks(replaced, 2):
         assert kind == "RuntimeError"
         assert "no longer those that compress_shards was given" in message
+
+
+def converted(rank, world_size):
+    """What is said of a model that is converted before its first forward pass, and of one that is converted later."""
+    said = []
+    for steps in (0, 1):
+        model = shard(mlp(), mesh_of(world_size))
+        handle = compress(model, **FINE)
+        optimizer = adamw(model)
+        train(model, rank, range(steps), optimizer)
+        model.to(torch.bfloat16)
+        said.append(refusal(lambda model=model: model(torch.ones(4, 24, dtype=torch.bfloat16)).sum().backward()))
+        model.float()
+        if steps:
+            train(model, rank, range(steps, 3), optimizer)
+            said.append(handle.stats().total.steps)
+    return said
+
+
+def test_a_model_that_is_converted_between_steps_is_refused_until_it_is_as_it_was():
+    for before, after, steps in run_ranks(converted, 2):
+        assert before is None
+        assert after[0] == "UnsupportedError"
+        assert "has dtype torch.bfloat16 now, and had torch.float32 in the first forward pass" in after[1]
+        assert "Convert the model before fully_shard" in after[1]
+        assert steps == 3

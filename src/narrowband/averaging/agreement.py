@@ -17,23 +17,23 @@ import hashlib
 import time
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from narrowband.collectives import Transfer, all_gather_nbytes
+from narrowband.collectives import Peers, Transfer, all_gather_nbytes, can_send_from
 from narrowband.collectives.primitives import all_gather
 from narrowband.errors import DisagreementError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
-    from narrowband.collectives import Job, Peers
+    from narrowband.collectives import Job
 
-__all__ = ["Agreement", "Facts"]
+__all__ = ["Agreement", "Facts", "agree_in_all", "checked_on_all"]
 
 #: What a rank is about to do: name → value. A nested mapping is compared entry by entry.
 Facts = Mapping[str, "str | Mapping[str, str]"]
@@ -94,24 +94,30 @@ class Agreement:
             failure: an error of this rank, which is compared in place of the facts.
 
         Raises:
-            DisagreementError: the facts or failures differ; on all ranks.
-            Exception: ``failure``, if all ranks have the same one.
+            DisagreementError: the facts differ, or other ranks have failures; on all ranks that have none.
+            Exception: ``failure``, on this rank.
         """
-        if failure is not None:
-            facts = {"call": facts["call"], "problem": f"{type(failure).__name__}: {failure}"}
         try:
-            for transfer in self.job(facts, advice):
-                work = transfer.issue()
-                if work is not None:
-                    work.wait()
-                del transfer, work
-        except DisagreementError as disagreement:
-            raise disagreement from failure
-        deadline = time.monotonic() + 5.0
-        while any(sent() is not None for sent in self._sent) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if failure is not None:
-            raise failure
+            if failure is not None:
+                facts = {"call": facts["call"], "problem": f"{type(failure).__name__}: {failure}"}
+            try:
+                for transfer in self.job(facts, advice):
+                    work = transfer.issue()
+                    if work is not None:
+                        work.wait()
+                    del transfer, work
+            except DisagreementError:
+                if failure is None:
+                    raise
+            deadline = time.monotonic() + 5.0
+            while any(sent() is not None for sent in self._sent) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if failure is not None:
+                raise failure
+        finally:
+            # The error refers to this frame. If the frame referred to the error, the model in the frames of callers
+            # would live until the next garbage collection, and with it the old hooks of DistributedDataParallel.
+            del failure
 
     def _differences(self, facts: Facts) -> str:
         """Return the differences as text, with global ranks. A collective."""
@@ -119,6 +125,77 @@ class Agreement:
         dist.all_gather_object(of_all, dict(facts), group=self._peers.group)
         ranks = dist.get_process_group_ranks(self._peers.group)
         return f"ranks disagree on {', '.join(_differences(dict(zip(ranks, of_all, strict=True))))}"
+
+
+def agree_in_all(agreements: Iterable[Agreement], facts: Facts, advice: str, failure: Exception | None = None) -> None:
+    """Compare facts in several groups, one after the other. All ranks of each group call it, in an order of the groups
+    in which none waits for another.
+
+    A rank that has an error in one group does not leave before it has told its other groups, which would wait.
+
+    Args:
+        agreements: one per group of this rank.
+        facts: what this rank is about to do; they begin with ``call``.
+        advice: what users should do if ranks disagree.
+        failure: an error of this rank, which is compared in place of the facts.
+
+    Raises:
+        DisagreementError: the facts differ in a group of this rank, or in a group of a rank of it.
+        Exception: ``failure``, on this rank.
+    """
+    try:
+        for agreement in agreements:
+            try:
+                agreement.now(facts, advice, failure)
+            except Exception as error:
+                if error is not failure and not isinstance(error, DisagreementError):
+                    raise
+                failure = error
+        if failure is not None:
+            raise failure
+    finally:
+        del failure
+
+
+_T = TypeVar("_T")
+
+
+def checked_on_all(
+    call: str, groups: Sequence[dist.ProcessGroup | None], check: Callable[[], _T], facts: Facts | None = None
+) -> _T:
+    """Let each rank check its own arguments of a set-up, and raise the error of any rank on all ranks. A collective.
+
+    Args:
+        call: the set-up function, which all ranks call.
+        groups: the process groups in which ranks will wait for this rank, see :func:`agree_in_all`. None, and ranks
+            that no default group was initialized for, are left out.
+        check: checks this rank's arguments without waiting for other ranks.
+        facts: arguments that must be the same on all ranks before they wait for each other.
+
+    Returns:
+        What ``check`` returns.
+
+    Raises:
+        DisagreementError: ``check`` failed on other ranks only, or facts differ.
+        Exception: the error of ``check`` on this rank.
+    """
+    failure, checked = None, None
+    try:
+        checked = check()
+    except Exception as error:  # of any kind: other ranks wait in the comparison below
+        failure = error
+    # A rank that is in no group gets such an object instead, and an error later.
+    waiting = [group for group in groups if isinstance(group, dist.ProcessGroup)] if dist.is_initialized() else []
+    cpu = torch.device("cpu")
+    agreements = [
+        Agreement(Peers.of(group), cpu if can_send_from(group, cpu) else torch.device("cuda")) for group in waiting
+    ]
+    advice = f"Call {call} on all ranks with the same arguments for the same model"
+    try:
+        agree_in_all(agreements, {"call": call, **(facts or {})}, advice, failure)
+    finally:
+        del failure
+    return cast("_T", checked)
 
 
 def _fingerprint(facts: Facts) -> int:

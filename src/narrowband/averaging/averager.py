@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.flat import Form, empty_like, groups_of, local, parts_of, real
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
-from narrowband.averaging.replicas import check_replica
+from narrowband.averaging.replicas import check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 
 if TYPE_CHECKING:
@@ -79,21 +80,25 @@ class Averager(Handle):
         message_nbytes: int = MESSAGE_NBYTES,
         early_nbytes: int = EARLY_NBYTES,
     ) -> None:
-        pairs = _named(tensors)
-        settings = Settings.of(
-            spec,
-            min_numel=min_numel,
-            warmup_steps=warmup_steps,
-            seed=seed,
-            collective=collective,
-            small=small,
-            message_nbytes=message_nbytes,
-            early_nbytes=early_nbytes,
-            grad_scaler=grad_scaler,
-        )
         group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
-        check_replica((p for _, p in pairs), group)
-        settings = settings.with_optimizer(optimizer, pairs, warn=dist.get_rank(group) == 0)
+
+        def prepared() -> tuple[list[tuple[str, Tensor]], Settings]:
+            pairs = _named(tensors)
+            settings = Settings.of(
+                spec,
+                min_numel=min_numel,
+                warmup_steps=warmup_steps,
+                seed=seed,
+                collective=collective,
+                small=small,
+                message_nbytes=message_nbytes,
+                early_nbytes=early_nbytes,
+                grad_scaler=grad_scaler,
+            )
+            check_replica((p for _, p in pairs), group)
+            return pairs, settings.with_optimizer(optimizer, pairs, warn=dist.get_rank(group) == 0)
+
+        pairs, settings = checked_on_all("Averager", [*groups_of_replica(tensors), group], prepared)
         norms = norms_of(tensors) if isinstance(tensors, nn.Module) else []
         self._sparse = sparse_of(tensors) if isinstance(tensors, nn.Module) else set()
         self._module = weakref.ref(tensors) if isinstance(tensors, nn.Module) else None

@@ -132,9 +132,11 @@ class Averaging:
             self._controller.check()
             warm_up(kinds, settings.policy, device, everyone, self._agreement, self.layers.collectives)
         except Exception as error:
-            if error is failure or isinstance(error, ValueError):
-                self._loan.give_back()  # raised on all ranks, so no message of the group is left on its way
+            if error is failure or not isinstance(error, RuntimeError):
+                self._loan.give_back()  # no error of the network: all ranks raise, and no message is left on its way
             raise
+        finally:
+            del failure  # it refers to this frame, see Agreement.now
         self._open_pairs()
 
         observer = self.layers.observer

@@ -183,7 +183,7 @@ class Handle(Averaging):
             self._loan.broken = True
         elif self._engine.error is None:
             try:
-                self._agreement.now({"call": "remove"}, ADVICE)
+                self._agree({"call": "remove"}, ADVICE)
             except RuntimeError as error:  # go on even if other ranks have gone
                 self._loan.broken = True
                 log.warning("remove: this rank could not compare its call with those of other ranks: %s", error)
@@ -216,14 +216,39 @@ class Handle(Averaging):
         Raises:
             ValueError: a name that is not compressed, or a spec that cannot be mixed with the model's.
             UnsupportedError: a spec that is not for gradients.
+            DisagreementError: another rank has such an error, other specs, or makes another call. With any of these
+                errors, no layer has changed on any rank.
 
         Example:
             >>> handle = nb.compress_gradients(model, "powersgd:rank=4")
             >>> handle.set_layers({"head.weight": "powersgd:rank=1"})
         """
         self._check_between_steps("set_layers")
-        self.layers.set(specs)
+        chosen: Mapping[str, Compression] = {}
+        failure: Exception | None = None
+        try:
+            chosen = self._checked_layers(specs)
+        except Exception as error:  # of any kind: other ranks wait in the comparison
+            failure = error
+        texts = {name: str(spec) for name, spec in chosen.items()}
+        self._agree({"call": "set_layers", "spec of layer": texts}, ADVICE, failure)
+        self.layers.set(chosen)
         self._open_pairs()
+
+    def _checked_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> Mapping[str, Compression]:
+        """Return the specs that :meth:`set_layers` gives to layers of this rank.
+
+        Raises:
+            ValueError, UnsupportedError: they cannot be given.
+        """
+        return self.layers.checked(specs)
+
+    def _agree(self, facts: Facts, advice: str, failure: Exception | None = None) -> None:
+        """Compare with the other ranks what users have called, between steps; see :meth:`Agreement.now`."""
+        if self._engine.error is None:
+            self._agreement.now(facts, advice, failure)
+        elif failure is not None:  # no rank takes another step
+            raise failure
 
     @property
     def plan(self) -> Plan | None:
@@ -312,22 +337,16 @@ class Handle(Averaging):
         given: Any = state
         of_all = isinstance(given, Iterable) and not isinstance(given, (Mapping, str, bytes))
         states = states_of_all_ranks(list(given), self._state_facts) if of_all else None
-        error: ValueError | None = None
+        failure: ValueError | None = None
         facts: Facts = {"call": "load_state_dict"}
         try:
             mine, residuals = self._loadable(state) if states is None else self._loadable_of_all(states)
-            facts = {**facts, "problem": "none", **self._state_facts(mine)}
+            facts = {**facts, **self._state_facts(mine)}
+        except ValueError as problem:
+            failure = problem
         except Exception as problem:  # of any kind: other ranks wait in the comparison below
-            error = (
-                problem if isinstance(problem, ValueError) else ValueError(f"the state cannot be loaded: {problem!r}")
-            )
-            facts = {**facts, "problem": str(error)}
-        try:
-            self._agreement.now(facts, _LOAD_ADVICE)
-        except ValueError as disagreement:
-            raise (error or disagreement) from (disagreement if error is not None else None)
-        if error is not None:
-            raise error
+            failure = ValueError(f"the state cannot be loaded: {problem!r}")
+        self._agree(facts, _LOAD_ADVICE, failure)
         self.layers.load(mine["layers"], residuals)
         self._controller.load_state_dict(mine["controller"])
         self._open_pairs()

@@ -216,8 +216,7 @@ class Layers:
         Raises:
             ValueError: a name that is no layer, or a spec that this model cannot mix with its own.
         """
-        self._check_names(specs)
-        chosen = dict(zip(specs, self.all_beside(specs.items()), strict=True))
+        chosen = self.checked(specs)
         before = {name: self._state_of(self.spec_for(name)) for name in chosen}
         overrides = self._overrides | chosen
         self._overrides = {name: override for name, override in overrides.items() if override != self.default}
@@ -229,6 +228,15 @@ class Layers:
                 residual = was.take_residual(name)
                 if residual is not None:
                     now.add_residual(name, residual)
+
+    def checked(self, specs: Mapping[str, str | Codec | Compression | Method]) -> dict[str, Compression]:
+        """Return what :meth:`set` would give to layers, and change nothing.
+
+        Raises:
+            ValueError: as in :meth:`set`.
+        """
+        self._check_names(specs)
+        return dict(zip(specs, self.all_beside(specs.items()), strict=True))
 
     def _check_names(self, names: Collection[str]) -> None:
         shapes = self.parameters.shapes

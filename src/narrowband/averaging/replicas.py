@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from narrowband.averaging.agreement import Facts
 
-__all__ = ["begin_with_the_first", "check_parts", "check_replica"]
+__all__ = ["begin_with_the_first", "check_parts", "check_replica", "groups_of_replica"]
 
 #: Parameters are compared and sent in pieces of this many bytes.
 _PIECE_NBYTES = 1 << 20
@@ -57,6 +57,21 @@ def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup 
             'Pass the group of the ranks that hold the same part of each replica, as mesh["replicas"].get_group() is, '
             "and use a mesh with the ranks of one replica only for the model itself"
         )
+
+
+def groups_of_replica(model: object) -> list[dist.ProcessGroup]:
+    """Return the process groups in which ranks train one replica together, once each: those of DistributedDataParallel
+    in the model, and those of each dimension of the meshes that its parameters are sharded over.
+
+    Args:
+        model: the model; for what is no module, there are none.
+    """
+    if not isinstance(model, nn.Module):
+        return []
+    found: list[Any] = [each.process_group for each in ddps_in(model).values()]
+    for mesh in dict.fromkeys(p.device_mesh for p in cast("Any", model).parameters() if hasattr(p, "device_mesh")):
+        found += [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return list(dict.fromkeys(found))
 
 
 def check_parts(model: nn.Module, what: str, *, min_numel: int = 0) -> None:

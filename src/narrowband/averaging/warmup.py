@@ -59,8 +59,8 @@ def warm_up(
         collectives: those that layers use.
 
     Raises:
-        DisagreementError: the warm-up failed on some ranks, or in different ways. Raised on all ranks.
-        Exception: the error of the warm-up, if all ranks have the same one.
+        DisagreementError: the warm-up failed on other ranks.
+        Exception: the error of the warm-up on this rank.
     """
     sparse = "sparse_reduce" in {kind.name for kind in collectives}
     method = f"{kinds[0]}" if policy is None else f"{policy.name} over {kinds[0]}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from narrowband.averaging.core import is_in_backward
+from narrowband.averaging.core import BROKE_OFF, is_in_backward
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.who import averaged_by
 from narrowband.errors import UnsupportedError
@@ -88,7 +88,13 @@ class DDPCompression(GradientCompression):
         return self._all_used and in_backward
 
     def called(self) -> None:
-        """Note that the model was called outside of ``no_sync``. The hook calls this."""
+        """Note that the model was called outside of ``no_sync``. The hook calls this.
+
+        Raises:
+            RuntimeError: the backward pass before ended early, while gradients were being exchanged.
+        """
+        if self._broke_off():  # DistributedDataParallel's own error would tell of unused parameters
+            raise RuntimeError(f"forward: {BROKE_OFF}")
         if self._steps is not None:
             self._steps.called()
 

@@ -280,11 +280,11 @@ class ModuleCompression(GradientCompression):
 
     # ---- what users call ---------------------------------------------------------------------------------------------
 
-    def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
-        """See :meth:`GradientCompression.set_layers`. Layers of which this rank's shard is too small to be compressed
-        are left out, since other ranks may have larger shards of them.
+    def _checked_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> Mapping[str, Compression]:
+        """See :meth:`Handle._checked_layers`. Layers of which this rank's shard is too small to be compressed are left
+        out, since other ranks may have larger shards of them.
         """
-        super().set_layers({name: spec for name, spec in specs.items() if name not in self._small})
+        return super()._checked_layers({name: spec for name, spec in specs.items() if name not in self._small})
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowband.averaging.plans import plan_of_sharded
-from narrowband.averaging.replicas import check_parts, check_replica
+from narrowband.averaging.agreement import checked_on_all
+from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.plans import plan_of_sharded, plan_of_shards
+from narrowband.averaging.replicas import check_parts, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.who import averaged_by, shares_with
 from narrowband.errors import UnsupportedError
@@ -115,19 +117,50 @@ def compress_gradients(
         >>> loss(model(x)).backward()  # averages arrive compressed
         >>> print(f"{handle.stats().total.ratio:.0f}x less traffic")
     """
-    if averages := what_it_is(model):
-        raise TypeError(f"compress_gradients takes a module that averages nothing by itself, not {averages}")
-    settings = Settings.of(
-        spec,
-        min_numel=min_numel,
-        warmup_steps=warmup_steps,
-        seed=seed,
-        collective=collective,
-        small=small,
-        message_nbytes=message_nbytes,
-        early_nbytes=early_nbytes,
-        grad_scaler=grad_scaler,
-    )
+
+    def prepared() -> Settings:
+        if averages := what_it_is(model):
+            raise TypeError(f"compress_gradients takes a module that averages nothing by itself, not {averages}")
+        settings = Settings.of(
+            spec,
+            min_numel=min_numel,
+            warmup_steps=warmup_steps,
+            seed=seed,
+            collective=collective,
+            small=small,
+            message_nbytes=message_nbytes,
+            early_nbytes=early_nbytes,
+            grad_scaler=grad_scaler,
+        )
+        return _prepared(model, settings, process_group, nodes, optimizer)
+
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    if isinstance(model, DistributedDataParallel):
+        groups = [model.process_group]
+    else:
+        groups = [*groups_of_replica(model), process_group or world]
+    settings = checked_on_all("compress_gradients", groups, prepared, {"nodes": str(nodes)})
+    if not isinstance(model, DistributedDataParallel):
+        return ModuleCompression(model, settings, process_group or world, _inside(model, settings))
+    group = process_group or model.process_group
+    levels = None if nodes is None else levels_of(nodes, group, next(model.parameters()).device)
+    if levels is None:
+        return DDPCompression(model, hook_of(model), settings, group)
+    return TwoLevelCompression(model, hook_of(model), settings, levels)
+
+
+def _prepared(
+    model: nn.Module,
+    settings: Settings,
+    process_group: dist.ProcessGroup | None,
+    nodes: int | Literal["auto"] | DeviceMesh | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> Settings:
+    """Check a model, and return the settings for it. Nothing is changed, and no other rank is waited for.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as in :func:`compress_gradients`.
+    """
     if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
         raise UnsupportedError(
             "this model's optimizer steps inside backward (_apply_optimizer_in_backward), before gradients are "
@@ -139,20 +172,19 @@ def compress_gradients(
             "handle; keep that handle, or call its remove() first"
         )
     if isinstance(model, DistributedDataParallel):
-        if small != "uncompressed" and model.find_unused_parameters:
+        if settings.small != "uncompressed" and model.find_unused_parameters:
             raise UnsupportedError(
-                f"small={str(small)!r} does not work with find_unused_parameters=True, because a compressed vector "
-                "does not show which parameters had no gradient; use small='uncompressed'"
+                f"small={str(settings.small)!r} does not work with find_unused_parameters=True, because a compressed "
+                "vector does not show which parameters had no gradient; use small='uncompressed'"
             )
-        hook = hook_of(model)
-        group = process_group or model.process_group
+        hook_of(model)
         parameters = averaged_by(model)
-        settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
-        levels = None if nodes is None else levels_of(nodes, group, next(model.parameters()).device)
-        if levels is None:
-            return DDPCompression(model, hook, settings, group)
-        _check_shards(model, "as with nodes=")
-        return TwoLevelCompression(model, hook, settings, levels)
+        if nodes is not None:
+            _check_shards(model, "as with nodes=")
+            if settings.plan is not None:
+                plan_of_shards(settings.plan, parameters, parameters, norms_of(model.module), settings)
+        warn = dist.get_rank(process_group or model.process_group) == 0
+        return settings.with_optimizer(optimizer, parameters, warn=warn)
     if nodes is not None:
         raise UnsupportedError(
             "nodes= is for models in DistributedDataParallel; shard this model among the ranks of each node with "
@@ -168,7 +200,8 @@ def compress_gradients(
             settings = replace(settings, plan=plan_of_sharded(settings.plan, model, settings))
     parameters = list(model.named_parameters())
     settings = settings.with_optimizer(optimizer, parameters, warn=dist.get_rank(group) == 0)
-    return ModuleCompression(model, settings, group, _inside(model, settings))
+    _inside(model, settings)
+    return settings
 
 
 def _check_shards(model: nn.Module, where: str) -> None:

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowband.averaging.agreement import Agreement
+from narrowband.averaging.agreement import Agreement, agree_in_all
 from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.warmup import FAILED
 from narrowband.collectives import Peers, all_reduce_nbytes
 from narrowband.collectives.primitives import all_gather
 from narrowband.compiler import refuse_compiled_autograd, unseen
-from narrowband.errors import DisagreementError
+from narrowband.errors import UnsupportedError
 from narrowband.sharding.exchange import NOTHING, GradientExchange, ParameterExchange
 from narrowband.stats import Stats, StepRecord
 from narrowband.units import format_bytes
@@ -92,6 +92,7 @@ class ShardCompression:
         self._total, self._last = ShardStats(), ShardStats()
         self._forward = False  # whether a forward pass of the model is running, which has set every exchange's `due`
         self._looks = 0
+        self._dtypes: dict[str, torch.dtype] = {}  # of parameters, in the first forward pass
         own = weakref.WeakMethod(self._count)
         met: dict[int, Peers] = {}
         for at, (_, layout) in enumerate(modules):
@@ -203,17 +204,12 @@ class ShardCompression:
             ValueError: on any rank, the state is of another rank, number of ranks, model or codecs. All ranks raise.
         """
         problem = self._problem(state)
-        facts = {"call": "load_state_dict", "problem": problem or "none"}
+        facts = {"call": "load_state_dict"}
         if not problem:
             facts["modules"] = ", ".join(state["sent"])
             facts["calls"] = str([each["calls"] for each in state["sent"].values()])
             facts["dtypes"] = str([each["reference"].dtype for each in state["sent"].values()])
-        try:
-            self._agree(facts, _LOAD_ADVICE)
-        except ValueError as disagreement:
-            raise (ValueError(problem) if problem else disagreement) from (disagreement if problem else None)
-        if problem:
-            raise ValueError(problem)
+        self._agree(facts, _LOAD_ADVICE, ValueError(problem) if problem else None)
         for sender in self._gradients:
             sender.calls = state["calls"][sender.layout.module]
         for each in self._parameters:
@@ -247,10 +243,27 @@ class ShardCompression:
         """Begin a step: the model's forward pre-hook."""
         if is_in_backward():  # activation checkpointing recomputes the forward pass
             return
+        self._check_dtypes()
         self._last = ShardStats()
         self._count(ShardStats(steps=1))
         self.look(self._parameters)
         self._forward = True
+
+    def _check_dtypes(self) -> None:
+        """Refuse a model that was converted after its first forward pass, from which FSDP2 keeps the dtypes.
+
+        Raises:
+            UnsupportedError: it was converted.
+        """
+        now = {shard.name: shard.parameter.dtype for each in self._parameters for shard in each.layout.shards}
+        self._dtypes = self._dtypes or now
+        for name, before in self._dtypes.items():
+            if now[name] != before:
+                raise UnsupportedError(
+                    f"{name} has dtype {now[name]} now, and had {before} in the first forward pass, from which FSDP2 "
+                    "keeps the dtypes of what it sends. Convert the model before fully_shard, or compute in another "
+                    "dtype with fully_shard's mp_policy=MixedPrecisionPolicy(param_dtype=...)"
+                )
 
     def _end(self, _: nn.Module, __: Any, outputs: Any) -> None:
         self._forward = False
@@ -313,28 +326,8 @@ class ShardCompression:
         }
 
     def _agree(self, facts: Facts, advice: str, failure: Exception | None = None) -> None:
-        """Compare facts in every group of ranks that share a module. A collective.
-
-        A rank that has an error in one group does not leave before it has told its other groups, which would wait.
-
-        Args:
-            facts: what this rank is about to do; they begin with ``call``.
-            advice: what to do if ranks disagree.
-            failure: an error of this rank, which is compared in place of the facts.
-
-        Raises:
-            DisagreementError: the facts differ in a group of this rank, or in a group of a rank of it.
-            Exception: ``failure``, if all ranks have the same one.
-        """
-        for peers, _ in self._among.values():
-            failed = {"call": facts["call"], "problem": f"{type(failure).__name__}: {failure}"}
-            try:
-                Agreement(peers, self._device).now(facts if failure is None else failed, advice)
-            except DisagreementError as disagreement:
-                disagreement.__cause__ = failure
-                failure = disagreement
-        if failure is not None:
-            raise failure
+        """Compare facts in every group of ranks that share a module, see :func:`agree_in_all`. A collective."""
+        agree_in_all((Agreement(peers, self._device) for peers, _ in self._among.values()), facts, advice, failure)
 
     def _peers_of(self, exchange: ParameterExchange) -> Peers:
         return next(peers for peers, members in self._among.values() if exchange in members)

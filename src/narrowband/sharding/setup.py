@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from narrowband import kernels
+from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.parameters import norms_of, refuse_valueless
+from narrowband.averaging.replicas import groups_of_replica
 from narrowband.averaging.warmup import use_all
 from narrowband.averaging.who import bare, units_of
 from narrowband.codecs import Codec, SelectingCodec
@@ -25,7 +27,10 @@ from narrowband.units import whole_number
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.distributed.fsdp import FSDPModule
+
     from narrowband.feedback import Method
+    from narrowband.sharding.layout import Layout
 
 __all__ = ["compress_shards"]
 
@@ -78,6 +83,42 @@ def compress_shards(
         >>> handle = nb.compress_shards(model)  # doctest: +SKIP
         >>> print(f"{handle.stats().total.ratio:.1f}x less traffic")  # doctest: +SKIP
     """
+    module, modules, chosen, seed = checked_on_all(
+        "compress_shards",
+        groups_of_replica(model),
+        lambda: _prepared(model, gradients, parameters, min_numel, seed),
+    )
+    codecs = [codec for codec in chosen if codec is not None]
+    units: list[Any] = units_of(module)
+    failure = _warm_up(codecs, module)
+    handle = ShardCompression(module, modules, *chosen, referenced=references, seed=seed, failure=failure)
+    _handles.update((unit, weakref.ref(handle)) for unit in units)
+    matrices = any(shard.compressed for _, layout in modules for shard in layout.shards)
+    if codecs and not matrices and dist.get_rank(handle.process_group) == 0:
+        log.warning(
+            "nothing is compressed: apart from norms, no parameter in float32, float16 or bfloat16 has two dimensions "
+            "or more and at least min_numel=%d elements",
+            min_numel,
+        )
+    return handle
+
+
+def _prepared(
+    model: nn.Module,
+    gradients: str | Codec | Compression | Method,
+    parameters: str | Codec | Compression | Method,
+    min_numel: int,
+    seed: int,
+) -> tuple[nn.Module, list[tuple[FSDPModule, Layout]], tuple[Codec | None, Codec | None], int]:
+    """Check this rank's arguments. Nothing is changed, and no other rank is waited for.
+
+    Returns:
+        The model without the wrapper of ``torch.compile``; its sharded modules, each with its layout; the codecs of
+        gradients and parameters; and the seed.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as in :func:`compress_shards`.
+    """
     chosen = _codec_of(gradients, "gradients"), _codec_of(parameters, "parameters")
     if chosen[1] is not None and chosen[1].lost_share >= 1:
         raise UnsupportedError(
@@ -91,7 +132,7 @@ def compress_shards(
             f"compress_shards takes a model that fully_shard (FSDP2) was called with, not a {type(module).__name__} "
             "that is not sharded; for DistributedDataParallel and plain modules use compress_gradients"
         )
-    units = cast("list[nn.Module]", units_of(module))
+    units: list[Any] = units_of(module)
     formers = [former() for unit in units if (former := _handles.get(unit)) is not None]
     if any(former is not None and not former.removed for former in formers):
         raise UnsupportedError(
@@ -105,18 +146,7 @@ def compress_shards(
             "no parameter of this model is sharded among several ranks, so FSDP2 sends nothing that could be "
             "compressed; leave compress_shards out"
         )
-    seed, codecs = whole_number("seed", seed), [codec for codec in chosen if codec is not None]
-    failure = _warm_up(codecs, module)
-    handle = ShardCompression(module, modules, *chosen, referenced=references, seed=seed, failure=failure)
-    _handles.update((unit, weakref.ref(handle)) for unit in units)
-    matrices = any(shard.compressed for _, layout in modules for shard in layout.shards)
-    if codecs and not matrices and dist.get_rank(handle.process_group) == 0:
-        log.warning(
-            "nothing is compressed: apart from norms, no parameter in float32, float16 or bfloat16 has two dimensions "
-            "or more and at least min_numel=%d elements",
-            min_numel,
-        )
-    return handle
+    return module, modules, chosen, whole_number("seed", seed)
 
 
 def _warm_up(codecs: Sequence[Codec], module: nn.Module) -> Exception | None:

@@ -152,17 +152,12 @@ class UpdateCompression(Handle):
             fragment.length = MeasuredLength(fragment.parameter_parts(), self._settings.seed + at, self.device)
         return fragment
 
-    def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
-        """Set the spec of single layers, from the next round on; see :meth:`Averager.set_layers`.
-
-        Raises:
-            ValueError: as there, or a feedback that cannot be combined with ``residuals="in-place"``. Nothing has
-                changed then.
-            UnsupportedError: as there.
-        """
+    def _checked_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> Mapping[str, Compression]:
+        """See :meth:`Handle._checked_layers`. Some feedback cannot be combined with ``residuals="in-place"``."""
+        chosen = super()._checked_layers(specs)
         if self._rounds.residuals == "in-place":
-            check_in_place(self.layers.all_beside(specs.items()))
-        super().set_layers(specs)
+            check_in_place(chosen.values())
+        return chosen
 
     # ---- when --------------------------------------------------------------------------------------------------------
 

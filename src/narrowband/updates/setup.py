@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.flat import local
 from narrowband.averaging.plans import plan_of_sharded
-from narrowband.averaging.replicas import check_parts, check_replica
+from narrowband.averaging.replicas import check_parts, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.who import ddp_of
 from narrowband.errors import UnsupportedError
@@ -134,9 +135,63 @@ def compress_updates(
         >>> handle.step
         1
     """
+
+    def prepared() -> tuple[nn.Module, list[Optimizer], Settings, Rounds]:
+        optimizers = _optimizers_of(model, optimizer)
+        rounds = Rounds.of(
+            with_peers=peers is not None, every=every, outer=outer, buffers=buffers, fragments=fragments, split=split,
+            overlap=overlap, alpha=alpha, offload=offload, residuals=residuals, grad_scaler=grad_scaler, weigh=weigh,
+            check_every=check_every,
+        )  # fmt: skip
+        settings = Settings.of(
+            spec,
+            min_numel=min_numel,
+            warmup_steps=whole_number("warmup_rounds", warmup_rounds) * rounds.fragments,
+            seed=seed,
+            collective=collective,
+            small=small,
+            message_nbytes=message_nbytes,
+            early_nbytes=early_nbytes,
+            grad_scaler=None,
+            connected=peers is None,
+        )
+        _check_settings(settings, rounds)
+        around = ddp_of(model)
+        net = model if around is None else around.module
+        _check_parameters(net, optimizers)
+        if rounds.buffers == "average":
+            _check_buffers(net)
+        if peers is not None:
+            if process_group is not None:
+                raise ValueError("peers=... and process_group=... cannot be combined: leave one of the two out")
+            return net, optimizers, settings, rounds
+        check_replica(model, group)
+        if settings.policy is not None:
+            check_parts(net, "a policy chooses specs", min_numel=settings.min_numel)
+        if rounds.outer == "auto":
+            check_parts(net, "outer='auto' measures how far to go")
+        if settings.plan is not None:
+            settings = replace(settings, plan=plan_of_sharded(settings.plan, net, settings))
+        return net, optimizers, settings, rounds
+
+    if peers is not None:
+        net, optimizers, settings, rounds = prepared()
+        return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
+    group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
+    net, optimizers, settings, rounds = checked_on_all("compress_updates", [*groups_of_replica(model), group], prepared)
+    return UpdateCompression(net, optimizers, settings, group, rounds)
+
+
+def _optimizers_of(model: object, given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Check a model and its optimizers, and return these as a list.
+
+    Raises:
+        TypeError: it is no module, or one of them is no optimizer.
+        ValueError: an optimizer has a handle already.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compress_updates takes a module, not {type(model).__name__}; pass the model")
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = [given] if isinstance(given, Optimizer) else list(given)
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise TypeError(f"compress_updates takes optimizers of torch.optim's kind, not {type(each).__name__}")
@@ -144,23 +199,15 @@ def compress_updates(
             raise ValueError(
                 f"this {type(each).__name__} has a handle of compress_updates already; remove() that first"
             )
-    rounds = Rounds.of(
-        with_peers=peers is not None, every=every, outer=outer, buffers=buffers, fragments=fragments, split=split,
-        overlap=overlap, alpha=alpha, offload=offload, residuals=residuals, grad_scaler=grad_scaler, weigh=weigh,
-        check_every=check_every,
-    )  # fmt: skip
-    settings = Settings.of(
-        spec,
-        min_numel=min_numel,
-        warmup_steps=whole_number("warmup_rounds", warmup_rounds) * rounds.fragments,
-        seed=seed,
-        collective=collective,
-        small=small,
-        message_nbytes=message_nbytes,
-        early_nbytes=early_nbytes,
-        grad_scaler=None,
-        connected=peers is None,
-    )
+    return optimizers
+
+
+def _check_settings(settings: Settings, rounds: Rounds) -> None:
+    """Check what specs, plans and policies have to do with rounds.
+
+    Raises:
+        ValueError, UnsupportedError: they cannot be combined.
+    """
     method = settings.compression.feedback
     if method is not None and method.observes_uncompressed:
         raise UnsupportedError(
@@ -173,24 +220,6 @@ def compress_updates(
             f"a policy needs rounds of the whole model, and here fragments={rounds.fragments}; use a plan, or "
             "fragments=1"
         )
-    around = ddp_of(model)
-    net = model if around is None else around.module
-    _check_parameters(net, optimizers)
-    if rounds.buffers == "average":
-        _check_buffers(net)
-    if peers is not None:
-        if process_group is not None:
-            raise ValueError("peers=... and process_group=... cannot be combined: leave one of the two out")
-        return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
-    group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
-    check_replica(model, group)
-    if settings.policy is not None:
-        check_parts(net, "a policy chooses specs", min_numel=settings.min_numel)
-    if rounds.outer == "auto":
-        check_parts(net, "outer='auto' measures how far to go")
-    if settings.plan is not None:
-        settings = replace(settings, plan=plan_of_sharded(settings.plan, net, settings))
-    return UpdateCompression(net, optimizers, settings, group, rounds)
 
 
 def _check_residuals(rounds: Rounds, settings: Settings) -> None:
