@@ -147,6 +147,28 @@ class NoDataclass(nb.Codec):
     name: ClassVar[str] = "plain"
 
 
+@dataclass
+class NotFrozen(nb.Codec):
+    name: ClassVar[str] = "thawed"
+
+
+class NotDecorated(Named):
+    name: ClassVar[str] = "bare"
+    bits: int = 2
+
+
+@dataclass(frozen=True)
+class WithAList(nb.Codec):
+    name: ClassVar[str] = "list"
+    bits: tuple[int, ...] = (2, 4)
+
+
+@dataclass(frozen=True)
+class WithNone(nb.Codec):
+    name: ClassVar[str] = "maybe"
+    bits: int | None = None
+
+
 def test_what_cannot_be_registered_is_refused():
     registry = Registry("codec", "no.such.group", nb.Codec, [Named])
     assert registry.register(Named) is Named, "once more is fine"
@@ -158,3 +180,30 @@ def test_what_cannot_be_registered_is_refused():
     for wrong in (NoDataclass, nn.Linear, 7):
         with pytest.raises(TypeError, match="a dataclass that derives from Codec"):
             registry.register(wrong)
+    with pytest.raises(TypeError, match=r"NotFrozen has no hash.*; write @dataclass\(frozen=True\) above it"):
+        registry.register(NotFrozen)
+    with pytest.raises(TypeError, match=r"NotDecorated\.bits is no field.*; write @dataclass\(frozen=True\) above it"):
+        registry.register(NotDecorated)
+    for wrong, hint in ((WithAList, "tuple"), (WithNone, "None")):
+        with pytest.raises(TypeError, match=rf"\.bits is annotated as .*{hint}.*, and a spec string holds int, float"):
+            registry.register(wrong)
+    assert registry.all() == {"named": Named}
+
+
+@dataclass(frozen=True)
+class OfTwoVersions(nb.codecs.FP16):
+    name: ClassVar[str] = "of-two-versions"
+
+    def _nbytes(self, shape, dtype):
+        return super()._nbytes(shape, dtype) + 4 * torch.distributed.get_rank()
+
+
+def of_two_versions(rank, world_size):
+    with pytest.raises(nb.DisagreementError) as error:
+        nb.compress_gradients(DDP(nn.Linear(40, 30)), OfTwoVersions(), min_numel=100)
+    return str(error.value)
+
+
+def test_ranks_with_other_versions_of_a_codec_are_told():
+    for text in run_ranks(of_two_versions, 2):
+        assert "ranks disagree on bytes of payload of 'weight' (2400 on rank 0; 2404 on rank 1)" in text

@@ -309,6 +309,7 @@ class Layers:
 
     def identity(self) -> Facts:
         """Return what must be equal on all ranks."""
+        compressed = [p for p in self.parameters.by_name.values() if p.compressed]
         return {
             "spec": str(self.default),
             "small": str(self.small or ("fused" if self.fuses_small else "uncompressed")),
@@ -317,6 +318,8 @@ class Layers:
                 p.name: f"{tuple(p.shape)}, {p.vector.dtype}, {'compressed' if p.compressed else 'small'}"
                 for p in self.parameters.by_name.values()
             },
+            # Other versions of a codec's package could write other sizes under the same spec.
+            "bytes of payload": {p.name: str(self.spec_for(p.name).layer_nbytes(p.shape)) for p in compressed},
             "memory format": {
                 p.name: p.form.memory_format for p in self.parameters.by_name.values() if len(p.shape) > 1
             },

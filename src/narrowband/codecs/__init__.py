@@ -61,7 +61,8 @@ def register_codec(kind: type[Codec]) -> type[Codec]:
         ``kind``, so that this can be a decorator.
 
     Raises:
-        TypeError: ``kind`` is not a dataclass, or does not derive from :class:`Codec`.
+        TypeError: ``kind`` is not a dataclass that derives from :class:`Codec`, has no hash, or has a field that is not
+            int, float, bool, str or a Literal of strings.
         ValueError: ``kind`` has no name, a name that a spec string cannot hold, or the name of another codec.
 
     ``docs/how-to/own-codec.md`` shows how to write a codec.

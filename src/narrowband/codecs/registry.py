@@ -10,9 +10,12 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from inspect import get_annotations
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_origin, get_type_hints
+
+from narrowband.codecs.spec import KEY_TYPES, keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,7 +54,8 @@ class Registry(Generic[T]):
         """Let spec strings use ``kind.name``; returns ``kind``, so it can be a decorator.
 
         Raises:
-            TypeError: ``kind`` is not a dataclass, or does not derive from the base class.
+            TypeError: ``kind`` is not a dataclass of its own, does not derive from the base class, has no hash, or has
+                a field of a type that a spec string cannot hold.
             ValueError: ``kind`` has no name, a name that a spec string cannot hold, or the name of another class.
         """
         candidate: Any = kind  # may come from another package, with types unchecked
@@ -65,6 +69,7 @@ class Registry(Generic[T]):
                 f"{kind.__qualname__}.name is {name!r}; a name in a spec string must begin with a lower-case letter, "
                 "and may then have lower-case letters, digits, '_', '-' and '.'"
             )
+        _check_fields(kind)
         with self._lock:
             there = self._kinds.setdefault(name, kind)
         if there is not kind:
@@ -112,3 +117,27 @@ class Registry(Generic[T]):
                         f"({type(error).__name__}: {error}); repair or uninstall that package"
                     )
                     log.warning("%s", self._broken[point.name])
+
+
+def _check_fields(kind: type) -> None:
+    """Check that every instance has a hash, and that a spec string can set every field.
+
+    Raises:
+        TypeError: not so.
+    """
+    where = kind.__qualname__
+    if kind.__hash__ is None:
+        raise TypeError(f"{where} has no hash, which caches need; write @dataclass(frozen=True) above it")
+    hints = get_type_hints(kind)
+    of_class = {name for name, hint in hints.items() if ClassVar in (hint, get_origin(hint))}
+    if lost := get_annotations(kind).keys() - of_class - {field.name for field in fields(kind)}:
+        raise TypeError(
+            f"{where}.{min(lost)} is no field, since {where} is not a dataclass of its own; write "
+            f"@dataclass(frozen=True) above it"
+        )
+    for key in keys_of(kind):
+        if hints[key.name] not in KEY_TYPES and get_origin(hints[key.name]) is not Literal:
+            raise TypeError(
+                f"{where}.{key.name} is annotated as {key.type}, and a spec string holds int, float, bool, str or a "
+                "Literal of strings; use one of these, or field(init=False) for what is no key"
+            )

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["check_keys", "check_plus", "format_term", "keys_of", "name_of", "parse_term"]
+__all__ = ["KEY_TYPES", "check_keys", "check_plus", "format_term", "keys_of", "name_of", "parse_term"]
 
 T = TypeVar("T")
+
+#: The types that the field of a key may have, beside a ``Literal`` of strings.
+KEY_TYPES = (int, float, bool, str)
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 

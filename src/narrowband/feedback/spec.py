@@ -47,7 +47,8 @@ def register_feedback(kind: type[State]) -> type[State]:
         ``kind``, so that this function can be used as a decorator.
 
     Raises:
-        TypeError: the class is not a dataclass, or not derived from :class:`State`.
+        TypeError: the class is not a dataclass that derives from :class:`State`, has no hash, or has a field that is
+            not int, float, bool, str or a Literal of strings.
         ValueError: it has no name, a name that a spec string cannot hold, or that of another codec or feedback.
 
     ``docs/how-to/own-codec.md`` shows how to write one.
