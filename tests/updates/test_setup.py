@@ -76,6 +76,7 @@ def refused(rank, world_size):
         asked(mlp().requires_grad_(False), optimizer, "none"),
         asked(model, optimizer, "nonsense"),
         asked(*with_an_expanded_buffer(), "none"),
+        asked(model, optimizer, "none", outer=lambda _: None),
     ]
 
 
@@ -83,7 +84,7 @@ def test_what_cannot_be_is_said_at_set_up():
     (errors,) = run_ranks(refused, 1)
     assert [kind for kind, _ in errors] == [
         "TypeError", "TypeError", *["ValueError"] * 17, *["UnsupportedError"] * 3,
-        "ValueError", "ValueError", "ValueError", "ValueError",
+        "ValueError", "ValueError", "ValueError", "ValueError", "TypeError",
     ]  # fmt: skip
     words = [
         "takes a module",
@@ -110,6 +111,7 @@ def test_what_cannot_be_is_said_at_set_up():
         "aq-sgd",
     ]
     words += ["pass all optimizers", "nothing to average", "nonsense", "buffer scales has elements that share memory"]
+    words += ["it must return an optimizer"]
     for (_, text), word in zip(errors, words, strict=True):
         assert word in text
 
@@ -270,6 +272,70 @@ def test_without_its_handle_an_optimizer_steps_alone_and_can_have_another():
     assert torch.equal(mine, its)
     assert (rounds, later) == (1, 2)
     assert "removed" in error[1]
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer with the same parameters, and halves what it did, as Lookahead does."""
+
+    def __init__(self, inside):
+        super().__init__(inside.param_groups, {})
+        self.inside = inside
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        before = [p.clone() for group in self.param_groups for p in group["params"]]
+        self.inside.step()
+        for p, was in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+            p.lerp_(was, 0.5)
+
+
+def with_another_optimizer(rank, world_size):
+    model, optimizer, handle = begin("none", every=2)
+    train(model, rank, range(2), optimizer)
+    another = mlp()
+    other = sgd(another)
+    train(another, rank, range(5), other)  # of another model
+    handle_of_both = []
+    for given in (0, 1):
+        again = mlp()
+        inside = sgd(again)
+        pair = inside, Around(inside)
+        own = nb.compress_updates(again, pair[given], "none", min_numel=64, every=2)
+        train(again, rank, range(8), pair[1])
+        handle_of_both.append((own.step, flat(again)))
+    new = sgd(model)
+    wrong = refusal(lambda: train(model, rank, range(2, 9), new))
+    handle.remove()
+    train(model, rank, range(9, 19), new)
+    return wrong, handle.step, handle_of_both
+
+
+def test_steps_of_an_optimizer_that_no_round_would_count_are_an_error():
+    (wrong, rounds, around), (_, _, its) = run_ranks(with_another_optimizer, 2)
+    assert wrong[0] == "RuntimeError"
+    assert "another SGD than compress_updates was given is about to make step 3" in wrong[1]
+    assert rounds == 1
+    assert [steps for steps, _ in around] == [4, 4], "an optimizer that steps another one"
+    assert torch.equal(around[1][1], its[1][1])
+
+
+def with_a_step_less(rank, world_size):
+    model, optimizer, handle = begin("none", every=2)
+    train(model, rank, range(4 + rank), optimizer)
+    wrong = refusal(handle.average)
+    again, optimizer, handle = begin("none", every=2)
+    train(again, rank, range(4), optimizer)
+    handle.average()
+    return wrong, handle.step
+
+
+def test_a_replica_that_has_taken_fewer_steps_is_an_error_on_all():
+    for wrong, rounds in run_ranks(with_a_step_less, 2):
+        assert wrong[0] == "DisagreementError"
+        assert "round on rank 1" in wrong[1]
+        assert "average without a step since the last round on rank 0" in wrong[1]
+        assert "have to take the same number of steps" in wrong[1]
+        assert rounds == 2
 
 
 def in_numpys_numbers(rank, world_size, kind):

@@ -22,7 +22,7 @@ import math
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from narrowband.averaging.layers import Layers
 from narrowband.averaging.loss_scale import LossScale
 from narrowband.averaging.parameters import refuse_valueless
 from narrowband.averaging.stats import StepStats
-from narrowband.averaging.step import MEASURE_EVERY, Group, Parts, Step, fill_with_nan
+from narrowband.averaging.step import ADVICE, MEASURE_EVERY, Group, Parts, Step, fill_with_nan
 from narrowband.averaging.warmup import warm_up
 from narrowband.codecs import Identity
 from narrowband.collectives import Engine, Loan, Peers, borrow, can_send_from
@@ -76,6 +76,9 @@ class Averaging:
             there is no such pass. An error in an exchange is then raised at that time, and futures get NaN, so that the
             pass can complete its work. Without ``later``, futures get the error.
     """
+
+    #: What the error says if ranks disagree about a step.
+    _advice: ClassVar[str] = ADVICE
 
     def __init__(
         self,
@@ -156,6 +159,7 @@ class Averaging:
             settings.rates,
             self._owners,
             None if others is None else others.group,
+            self._advice,
         )
 
     # ---- set-up ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from narrowband.averaging.core import Averaging
 from narrowband.averaging.state import VERSION, check_state, facts_of, kept, states_of_all_ranks
 from narrowband.averaging.stats import LayerStats, StepStats
-from narrowband.averaging.step import ADVICE
 from narrowband.codecs.base import squared_norm
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.stats import Stats
@@ -183,7 +182,7 @@ class Handle(Averaging):
             self._loan.broken = True
         elif self._engine.error is None:
             try:
-                self._agree({"call": "remove"}, ADVICE)
+                self._agree({"call": "remove"}, self._advice)
             except RuntimeError as error:  # go on even if other ranks have gone
                 self._loan.broken = True
                 log.warning("remove: this rank could not compare its call with those of other ranks: %s", error)

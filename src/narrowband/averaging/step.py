@@ -114,6 +114,7 @@ class Parts:
         rates: the optimizer, if the feedback needs its learning rates.
         owners: the optimizer's own tensor of each parameter, if shards of the parameters are averaged.
         inside: the ranks that hold the shards of one gradient, if feedback clips by the norm of the whole gradient.
+        advice: what the error says if ranks disagree about a step.
     """
 
     layers: Layers
@@ -126,6 +127,7 @@ class Parts:
     rates: torch.optim.Optimizer | None
     owners: Mapping[str, Tensor]
     inside: dist.ProcessGroup | None
+    advice: str
 
 
 #: Operands of one kind may share an exchange: collective's name, :meth:`~narrowband.collectives.Exchange.kind_of`.
@@ -237,11 +239,11 @@ class Step:
             observer.set_learning_rates(self._layers.parameters.learning_rates(parts.rates, parts.owners))
         facts = {**self._facts, "loss scale": str(parts.loss_scale.value)}
         if self.compressing and parts.controller.is_due(self._number):
-            parts.agreement.now(facts, ADVICE)
+            parts.agreement.now(facts, parts.advice)
             if parts.controller.decide(self._number):
                 self._layers.open_pairs(self._peers)
         else:  # no other message of the step is sent before this job has ended
-            self._start(parts.agreement.job(facts, ADVICE))
+            self._start(parts.agreement.job(facts, parts.advice))
         self._stats.sent_bytes += parts.agreement.nbytes
         self._stats.decide_s = time.perf_counter() - begin
         early = any(kind.decided_by_encoding for kind in self._layers.collectives)

@@ -32,6 +32,7 @@ from narrowband import kernels
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.settings import Settings
+from narrowband.averaging.step import ADVICE
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import ErrorFeedback
@@ -41,7 +42,7 @@ from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, due
 from narrowband.updates.length import MeasuredLength
 from narrowband.updates.settings import Rounds, check_in_place
 from narrowband.updates.state import SavedRounds, UnderWay
-from narrowband.updates.stepping import facts_of, in_training, watch
+from narrowband.updates.stepping import Strangers, facts_of, in_training, watch
 
 if TYPE_CHECKING:
     from narrowband.averaging.agreement import Facts
@@ -69,6 +70,11 @@ class UpdateCompression(Handle):
             where ``outer=`` was a number or ``"auto"``.
     """
 
+    _advice = (
+        "All replicas have to take the same number of steps, and parameters may only be changed by these, or in the "
+        f"same way on all replicas. {ADVICE}"
+    )
+
     def __init__(
         self,
         model: nn.Module,
@@ -95,6 +101,8 @@ class UpdateCompression(Handle):
             stand_ins = dict(self._averaged.stand_ins)
             outer_parameters = {name: nn.Parameter(stand_ins[name].detach()) for name in self._averaged.trained}
             self.outer = rounds.outer(list(outer_parameters.values()))
+            if not isinstance(self.outer, Optimizer):
+                raise TypeError(f"outer={rounds.outer!r} returned {self.outer!r}; it must return an optimizer")
         self._outer_step = OuterStep(self.outer, outer_parameters)
         super().__init__(
             self._averaged.stand_ins, self._averaged.small, settings, group, set_up="compress_updates", step="round"
@@ -110,6 +118,7 @@ class UpdateCompression(Handle):
         self._begin_with_the_first()
         for fragment in self._fragments:
             fragment.keep(tensors, parameters=False)
+        self._strangers = Strangers(model, optimizers)
         self._hooks = [each.register_step_pre_hook(in_training(self._before_step)) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(in_training(self._after_step)))
         self._stepped = False
@@ -255,7 +264,8 @@ class UpdateCompression(Handle):
         all ranks, between steps.
 
         Without fragments and overlap this happens automatically after every ``every``-th step. Call it after the last
-        step, and before a replica is saved or evaluated. It does nothing if there was no step since the last round.
+        step, and before a replica is saved or evaluated. If no replica has taken a step since the last round, nothing
+        changes.
 
         A replica whose update holds inf or NaN logs a warning and contributes zeros: all replicas move by the sum of
         the other updates, divided by the number of all replicas. If the mean itself is not finite, the parameters stay
@@ -270,7 +280,9 @@ class UpdateCompression(Handle):
         """
         self._check_between_steps("average")
         if self._under_way is None and not any(fragment.anchored for fragment in self._fragments):
-            return  # all replicas return here, since they have taken the same number of steps
+            # Replicas that have taken other numbers of steps wait in a round.
+            self._agree({"call": "average without a step since the last round"}, self._advice)
+            return
         tensors = self._averaged.tensors()
         if self._under_way is not None:
             self._land()
@@ -471,6 +483,7 @@ class UpdateCompression(Handle):
 
     def _let_go(self) -> None:
         """Release the optimizers (hooks and registration) and the anchors."""
+        self._strangers.end()
         for hook in self._hooks:
             hook.remove()
         self._unwatch()

@@ -1,4 +1,4 @@
-"""Optimizer settings that replicas compare, and gradient scalers that may skip an optimizer's step.
+"""Optimizers: settings that replicas compare, scalers that may skip a step, and steps that no round would count.
 
 Replicas compare the types of their optimizers, and the settings that never differ on purpose. If the decay of moments
 differed, or only some replicas decayed weights, replicas would take different kinds of steps, and the mean of their
@@ -14,6 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowband.averaging.optim import only_makes_state
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["facts_of", "in_training", "watch"]
+__all__ = ["Strangers", "facts_of", "in_training", "watch"]
 
 #: Settings that are compared, by their names in torch.optim and similar libraries. Other entries of a parameter group
 #: are not compared, since some third-party optimizers keep running estimates there.
@@ -32,6 +33,9 @@ _COMPARED = (
     "centered", "rho", "lambd", "t0", "beta2_decay", "lr_decay", "initial_accumulator_value", "momentum_decay", "etas",
     "step_sizes", "ns_steps", "ns_coefficients", "maximize",
 )  # fmt: skip
+
+#: The step in a row of another optimizer at which it raises an error. An optimizer may call another one in its step.
+STEPS_OF_STRANGERS = 3
 
 #: Settings that schedules such as OneCycleLR change, and the entry of a group that shows that it has such a schedule.
 _CYCLED, _TELLS = ("betas", "momentum"), "max_momentum"
@@ -96,6 +100,63 @@ def in_training(hook: Callable[[], None]) -> Callable[[Optimizer, Any, Any], Non
             hook()
 
     return called
+
+
+class Strangers:
+    """Raises an error if another optimizer steps a model in the place of those whose steps its handle counts, since the
+    replicas would never be averaged.
+
+    Args:
+        model: the model.
+        optimizers: those that the handle knows.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._known = weakref.WeakSet(optimizers)
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        _listen()
+        _all.add(self)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer is about to step.
+
+        Raises:
+            RuntimeError: it is none of ours, and has stepped the model several times while none of ours did.
+        """
+        if optimizer in self._known:
+            self._steps.clear()
+            return
+        ours = {id(p) for p in self._model.parameters()}
+        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            return
+        self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
+        if steps >= STEPS_OF_STRANGERS:
+            raise RuntimeError(
+                f"updates are not averaged: another {type(optimizer).__name__} than compress_updates was given is "
+                f"about to make step {steps} in a row with the model's parameters. Call compress_updates after the "
+                "optimizer was made for the last time (fully_shard needs a new one), and pass the one whose step() is "
+                "called; or call remove() on all ranks first"
+            )
+
+    def end(self) -> None:
+        """End the watch."""
+        _all.discard(self)
+
+
+_all: weakref.WeakSet[Strangers] = weakref.WeakSet()
+
+
+@functools.cache
+def _listen() -> None:
+    """Register a global hook for the steps of all optimizers, once per process and never removed."""
+
+    def before_step(optimizer: Optimizer, _: Any, options: dict[str, Any]) -> None:
+        if not only_makes_state(optimizer, options):
+            for each in tuple(_all):
+                each.before_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
 
 
 def watch(
