@@ -204,13 +204,16 @@ def test_who_left_is_not_waited_for():
     assert [[entry.peer[0] for entry in view.entries] for view in views] == [["a", "b"]] * 2
 
 
-def test_who_left_is_not_counted_among_the_least():
+def test_who_left_is_not_counted_among_the_least(caplog):
     store = dist.HashStore()
     gone = meeting(store, "b", least=2, patience_s=0.2)
     with pytest.raises(RendezvousError, match="1 peers are here"):
         gone.arrive(-1, 0.0)
     with pytest.raises(RendezvousError, match=r"1 peers are here \(least=2\)"):
         meeting(store, "a", least=2, begin_with=2, patience_s=0.4).arrive(-1, 0.0)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, "each says once that it waits"
+    assert "1 peer is here, and a round needs 2 (least=): this peer waits for others, 0.4 s at most" in said[1]
 
 
 def test_peers_that_are_behind_wait_for_one_that_is_not():

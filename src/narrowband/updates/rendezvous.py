@@ -290,8 +290,10 @@ class Meeting:
                     f"{f'those of round {own.round}' if own.round >= 0 else 'those of no round'}. To start a new run, "
                     "pass another run= or restart the store"
                 )
-            if not told and before is not None and now - began >= self._rules.grace_s:
-                told = self._tell_who_is_missing(before, round_number, here.values())
+            if not told and now - began >= self._rules.grace_s:
+                told = (
+                    before is not None and self._tell_who_is_missing(before, round_number, here.values())
+                ) or self._tell_that_few_are_here(len(here))
             if now > end:
                 self.leave()
                 raise RendezvousError(
@@ -312,6 +314,21 @@ class Meeting:
             round_number,
             ", ".join(sorted(entry.peer for entry in last.entries)),
             self._rules.patience_s,
+        )
+        return True
+
+    def _tell_that_few_are_here(self, count: int) -> bool:
+        """Log a warning if fewer peers are here than a round needs, and return whether it was logged."""
+        if count >= self._rules.least:
+            return False
+        log.warning(
+            "%d peer%s here, and a round needs %d (least=): this peer waits for others, %g s at most. They need the "
+            "same address of the store, and run=%r",
+            count,
+            " is" if count == 1 else "s are",
+            self._rules.least,
+            self._rules.patience_s,
+            self._rules.run,
         )
         return True
 
