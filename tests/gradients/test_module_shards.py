@@ -356,6 +356,11 @@ def refused(rank, world_size):
             )
         ),
     }
+    late = mlp()
+    handle = compress(late, "none", process_group=groups["nodes"])  # the wrong order
+    shard(late, mesh["shards"])
+    found["sharded later"] = refusal(lambda: loss_of(late, 0, rank).backward())
+    handle.remove()
     dist.barrier()
     return found
 
@@ -369,3 +374,5 @@ def test_meshes_that_do_not_fit_are_named_on_all_ranks():
         assert str(rank ^ 1) in errors["inside"][1]
         assert "Leave replicate() out" in errors["replicate"][1]
         assert errors["uneven"][0] == "DisagreementError"
+        assert "not averaged" in errors["sharded later"][1]
+        assert "fully_shard" in errors["sharded later"][1]

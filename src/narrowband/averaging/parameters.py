@@ -172,17 +172,17 @@ class Parameters:
         """Check that all parameters that require a gradient now did so at set-up: others would not be averaged.
 
         Args:
-            named: name and tensor of each present parameter. Unsharded parameters of a sharded model are ignored,
-                because FSDP2 puts them in the place of their shards while it computes.
+            named: name and tensor of each present parameter. If the model was sharded at set-up, unsharded parameters
+                are ignored, because FSDP2 puts them in the place of their shards while it computes.
 
         Raises:
             UnsupportedError: some were frozen at set-up, or did not exist.
         """
-        new = (name for name, p in named if p.requires_grad and p not in self.by_tensor and self._is_our_kind(p))
+        new = (name for name, p in named if p.requires_grad and p not in self.by_tensor and self._can_be_ours(p))
         refuse_unaveraged(new, "call remove() on all ranks, and set compression up again")
 
-    def _is_our_kind(self, p: Tensor) -> bool:
-        return getattr(p, "device_mesh", None) in self._meshes
+    def _can_be_ours(self, p: Tensor) -> bool:
+        return None in self._meshes or getattr(p, "device_mesh", None) in self._meshes
 
     def warnings(self) -> list[str]:
         """Return warnings for users about parameters that are not compressed."""
@@ -254,7 +254,8 @@ def refuse_unaveraged(names: Iterable[str], then: str) -> None:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise UnsupportedError(
             f"gradients of {found[0]}{more} are not averaged: when compression was set up, these parameters did not "
-            f"exist or did not require a gradient (load_state_dict(assign=True) replaces all parameters); {then}"
+            "exist or did not require a gradient (fully_shard and load_state_dict(assign=True) replace all "
+            f"parameters); {then}"
         )
 
 
