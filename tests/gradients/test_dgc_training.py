@@ -64,6 +64,9 @@ def momentum_twice(rank, world_size):
         ("adam without", lambda m: torch.optim.Adam(m.parameters(), betas=(0.0, 0.999)), SPARSE),
         ("left to sgd", lambda m: sgd(m, momentum=0.9), SPARSE + ",momentum=0"),
         ("not dgc", lambda m: sgd(m, momentum=0.9), "topk:density=0.05+ef"),
+        ("left to nobody", lambda m: nb.DGCSGD(m.parameters()), SPARSE + ",momentum=0"),
+        ("no dgc any more", lambda m: nb.DGCSGD(m.parameters()), "topk:density=0.05+ef"),
+        ("no momentum", lambda m: nb.DGCSGD(m.parameters(), momentum=0.0), "topk:density=0.05+ef"),
     ):
         said[name] = refusal(lambda optimizer=optimizer, spec=spec: compressed(spec, optimizer=optimizer))
     with heard() as messages:
@@ -72,13 +75,16 @@ def momentum_twice(rank, world_size):
     return said
 
 
-def test_momentum_in_both_places_is_refused():
+def test_momentum_in_both_places_or_in_none_is_refused():
     said, other = run_ranks(momentum_twice, 2)
     for name, word in (("sgd", "momentum=0.9"), ("adam", "betas[0]=0.9"), ("another", "0.8"), ("variant", "nesterov")):
         assert said[name][0] == "ValueError"
         assert word in said[name][1]
     assert "DGCSGD" in said["sgd"][1]
-    for name in ("other parameters", "adam without", "left to sgd", "not dgc"):
+    for name in ("left to nobody", "no dgc any more"):
+        assert said[name][0] == "ValueError"
+        assert "use torch.optim.SGD" in said[name][1]
+    for name in ("other parameters", "adam without", "left to sgd", "not dgc", "no momentum"):
         assert said[name] is None, name
     assert sum("optimizer=" in message for message in said["unchecked"]) == 1
     assert other["unchecked"] == []

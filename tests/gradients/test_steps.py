@@ -192,14 +192,20 @@ def momentum_in_both_places(rank, world_size, kind):
                     train(model, rank, [step], optimizer)
                     schedule.step()
             found.append(said)
-    return found
+    model = model_of(kind)
+    compress(model, SPEC, min_numel=64)
+    with heard() as said:
+        train(model, rank, [0, 1], nb.DGCSGD(model.parameters(), lr=0.05))
+    return [*found, said]
 
 
 @KINDS
 def test_momentum_that_is_not_what_dgc_supposes_is_said_once(kind):
-    (twice, also_twice, right, cycled), others = run_ranks(momentum_in_both_places, 2, kind)
-    assert others == [[]] * 4
+    (twice, also_twice, right, cycled, (nobody,)), others = run_ranks(momentum_in_both_places, 2, kind)
+    assert others == [[]] * 5
     assert right == []
+    assert nobody.startswith("nobody applies momentum")
+    assert nobody.endswith("momentum=0")
     for said, words in (
         (twice, "SGD has momentum=0.9, and dgc"),
         (also_twice, "SGD has momentum="),

@@ -42,7 +42,7 @@ class Averager(Handle):
         spec: codec and feedback, such as ``"topk:density=0.01+ef"``; or a plan, or a policy.
         process_group: the ranks to average over; by default all. For a sharded model (FSDP2): the ranks that hold the
             same shard of each replica.
-        optimizer: the optimizer that will step, to check that momentum is not applied twice.
+        optimizer: the optimizer that will step, to check that momentum is applied once.
 
     The other arguments are those of :func:`~narrowband.compress_gradients`.
 
@@ -51,7 +51,7 @@ class Averager(Handle):
     Raises:
         TypeError: something without named parameters.
         ValueError: a spec, a number or a collective that does not exist; nothing to average; two parameters of one
-            name; momentum in both the optimizer and the spec; or ranks that disagree.
+            name; momentum in both the optimizer and the spec, or in none; or ranks that disagree.
         UnsupportedError: no process group, one with ranks that hold parts of the same sharded parameters, or a
             combination that cannot work.
 

@@ -85,12 +85,13 @@ class DGCSGD(torch.optim.Optimizer):
         return loss
 
 
-def check_momentum(optimizer: torch.optim.Optimizer, method: State, parameters: Iterable[torch.Tensor]) -> None:
+def check_momentum(optimizer: torch.optim.Optimizer, method: State | None, parameters: Iterable[torch.Tensor]) -> None:
     """Raise ValueError unless these parameters get the method's momentum exactly once.
 
-    A method without momentum leaves momentum to the optimizer, and nothing is checked.
+    Without a method, or with one without momentum, the optimizer is to apply momentum, which DGCSGD does not.
     """
-    if not method.momentum:
+    applied = 0.0 if method is None else method.momentum
+    if not applied and not isinstance(optimizer, DGCSGD):
         return
     ours = {id(p) for p in parameters}
     for group in optimizer.param_groups:
@@ -98,10 +99,15 @@ def check_momentum(optimizer: torch.optim.Optimizer, method: State, parameters: 
             continue
         if isinstance(optimizer, DGCSGD):
             theirs = (group["momentum"], group["nesterov"])
-            if theirs != (method.momentum, method.nesterov):
+            if not applied and theirs[0]:
+                raise ValueError(
+                    f"nobody applies momentum to gradients: DGCSGD leaves its momentum={theirs[0]} to a spec such as "
+                    "'dgc:density=0.001', and this spec has none; use torch.optim.SGD, or momentum=0"
+                )
+            if method is not None and theirs != (applied, method.nesterov):
                 raise ValueError(
                     f"DGCSGD has momentum={theirs[0]} and nesterov={theirs[1]}, but the spec has "
-                    f"momentum={method.momentum} and nesterov={method.nesterov}; give both the same values"
+                    f"momentum={applied} and nesterov={method.nesterov}; give both the same values"
                 )
             continue
         momentum = group.get("momentum", group.get("betas", (0.0,))[0])
@@ -109,7 +115,7 @@ def check_momentum(optimizer: torch.optim.Optimizer, method: State, parameters: 
             key = "momentum" if "momentum" in group else "betas[0]"
             raise ValueError(
                 f"momentum is applied twice: {type(optimizer).__name__} has {key}={momentum}, and dgc applies "
-                f"momentum={method.momentum} to gradients before they are sent. Use nb.DGCSGD, which has momentum for "
+                f"momentum={applied} to gradients before they are sent. Use nb.DGCSGD, which has momentum for "
                 f"weight decay only; or set the optimizer's {key} to 0; or write momentum=0 in the spec"
             )
 

@@ -146,16 +146,18 @@ class Settings:
         """Check the settings against the parameters and their optimizer; return them with ``rates`` set if needed.
 
         Raises:
-            ValueError: momentum in both the optimizer and the spec, or a feedback that needs the optimizer's learning
-                rate and got no optimizer.
+            ValueError: momentum in both the optimizer and the spec, or in none; or a feedback that needs the
+                optimizer's learning rate and got no optimizer.
             UnsupportedError: momentum of complex parameters.
         """
         method = self.compression.feedback
-        if method is None or not method.observes_uncompressed:
-            return self
+        if method is not None and not method.observes_uncompressed:
+            method = None
         if optimizer is not None:
             check_momentum(optimizer, method, (p for _, p in parameters))
-        elif method.momentum and warn:
+        if method is None:
+            return self
+        if optimizer is None and method.momentum and warn:
             log.warning(
                 "%s applies momentum=%s to gradients before they are sent, so the optimizer must not apply momentum "
                 "again; pass optimizer=… to have this checked",

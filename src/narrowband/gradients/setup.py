@@ -81,7 +81,7 @@ def compress_gradients(
         collective: ``"auto"`` chooses the one that sends least (see :mod:`narrowband.collectives.choice`).
         grad_scaler: the gradient scaler of mixed-precision training, if there is one. Residuals are in units of scaled
             gradients, and are rescaled when the scale changes.
-        optimizer: the optimizer that will step, to check that momentum is not applied twice (``dgc`` applies it before
+        optimizer: the optimizer that will step, to check that momentum is applied once (``dgc`` applies it before
             the wire).
         message_nbytes: payloads of several buckets are collected into one message until a rank has this many bytes to
             send.
@@ -106,8 +106,8 @@ def compress_gradients(
 
     Raises:
         TypeError: no module, or one that averages by itself; the message says what to do instead.
-        ValueError: a spec, a number or a collective that does not exist; momentum in both the optimizer and the spec;
-            or ranks that disagree.
+        ValueError: a spec, a number or a collective that does not exist; momentum in both the optimizer and the spec, or in
+            none; or ranks that disagree.
         UnsupportedError: the model already has a hook, or works in a way that a hook cannot follow; a process group
             with ranks of the same replica; or a spec that is not for gradients (``aq-sgd``).
 

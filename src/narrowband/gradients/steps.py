@@ -169,7 +169,7 @@ class Steps:
         """Check a step of an optimizer whose gradients have been computed."""
         name = type(optimizer).__name__
         observer = handle.layers.observer
-        if observer is not None and not self._momentum_said:
+        if not self._momentum_said:
             self._check_momentum(optimizer, observer, handle)
         if is_in_backward():
             raise UnsupportedError(
@@ -195,17 +195,16 @@ class Steps:
             "handle.pause() or handle.remove() first"
         )
 
-    def _check_momentum(self, optimizer: torch.optim.Optimizer, observer: State, handle: Averages) -> None:
-        """Warn if the optimizer's momentum does not suit the method: it may not have been passed at set-up, or a
+    def _check_momentum(self, optimizer: torch.optim.Optimizer, observer: State | None, handle: Averages) -> None:
+        """Warn if the optimizer's momentum does not suit the spec: it may not have been passed at set-up, or a
         schedule may have changed it.
         """
         try:
             check_momentum(optimizer, observer, self._of(optimizer))
         except ValueError as error:
             self._momentum_said = True
-            handle.layers.warn_once(
-                f"{error}. If a learning rate schedule changes the momentum, pass cycle_momentum=False to the schedule"
-            )
+            cycles = "If a learning rate schedule changes the momentum, pass cycle_momentum=False to the schedule"
+            handle.layers.warn_once(f"{error}. {cycles}" if observer is not None and observer.momentum else f"{error}")
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped. Averages that its closure made count as used."""
