@@ -347,6 +347,7 @@ def refused(rank, world_size):
         "native": refusal(lambda: compress(shard(mlp(), mesh), "none", process_group=groups["nodes"])),
         "inside": refusal(lambda: compress(shard(mlp(), mesh["shards"]), "none", process_group=groups["shards"])),
         "everywhere": refusal(lambda: compress(shard(mlp(), mesh["shards"]), "none")),
+        "mesh": refusal(lambda: compress(shard(mlp(), mesh["shards"]), "none", process_group=mesh["nodes"])),
         "replicate": refusal(lambda: compress(replicate(mlp(), mesh=mesh["nodes"]), "none")),
         "uneven": refusal(
             lambda: compress(
@@ -372,6 +373,8 @@ def test_meshes_that_do_not_fit_are_named_on_all_ranks():
             assert "train the same replica" in errors[name][1]
         assert str(rank ^ 2) in errors["native"][1]
         assert str(rank ^ 1) in errors["inside"][1]
+        assert errors["mesh"][0] == "TypeError"
+        assert ".get_group()" in errors["mesh"][1]
         assert "Leave replicate() out" in errors["replicate"][1]
         assert errors["uneven"][0] == "DisagreementError"
         assert "not averaged" in errors["sharded later"][1]

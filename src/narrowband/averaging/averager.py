@@ -17,6 +17,7 @@ from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
+from narrowband.collectives import group_or
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -83,6 +84,7 @@ class Averager(Handle):
         group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
 
         def prepared() -> tuple[list[tuple[str, Tensor]], Settings]:
+            group_or(process_group)
             pairs = _named(tensors)
             settings = Settings.of(
                 spec,

@@ -230,7 +230,7 @@ class Handle(Averaging):
         except Exception as error:  # of any kind: other ranks wait in the comparison
             failure = error
         texts = {name: str(spec) for name, spec in chosen.items()}
-        self._agree({"call": "set_layers", "spec of layer": texts}, ADVICE, failure)
+        self._agree({"call": "set_layers", "spec of layer": texts}, self._advice, failure)
         self.layers.set(chosen)
         self._open_pairs()
 

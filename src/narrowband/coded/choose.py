@@ -27,14 +27,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.average import BlockAverage
-from narrowband.collectives import borrow
+from narrowband.collectives import borrow, group_or
 from narrowband.errors import UnsupportedError
 from narrowband.transport import Broadcast, Transport, connect
 
@@ -194,7 +194,7 @@ def choose_redundancy(
         raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
-    users = cast("dist.ProcessGroup", process_group or dist.group.WORLD)
+    users = group_or(process_group)
     ranks = dist.get_process_group_ranks(users)
     trained = [p for p in model.parameters() if p.requires_grad]
     device = trained[0].device if trained else torch.device("cpu")

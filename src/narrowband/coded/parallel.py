@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from narrowband import kernels
+from narrowband.averaging.who import shares_with
 from narrowband.coded.assignment import Assignment, CodedSampler
 from narrowband.coded.average import BlockAverage
 from narrowband.coded.blocks import Run
@@ -43,7 +44,7 @@ from narrowband.coded.checks import (
 )
 from narrowband.coded.fixed_point import DTYPES
 from narrowband.coded.stats import CodedStepStats
-from narrowband.collectives import borrow
+from narrowband.collectives import borrow, group_or
 from narrowband.errors import UnsupportedError
 from narrowband.kernels.compiling import announced
 from narrowband.stats import Stats
@@ -137,7 +138,7 @@ class CodedDataParallel(nn.Module):
         super().__init__()
         if not dist.is_available() or not dist.is_initialized():
             raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
-        users = process_group or dist.group.WORLD
+        users = group_or(process_group)
         redundancy, bits, seed = (
             whole_number(name, value) for name, value in (("redundancy", redundancy), ("bits", bits), ("seed", seed))
         )
@@ -155,8 +156,13 @@ class CodedDataParallel(nn.Module):
             "silence_timeout": silence_timeout,
             "rejoin_steps": rejoin_steps,
         }
-        check_agreement(arguments, module, cast("dist.ProcessGroup", users))
+        check_agreement(arguments, module, users)
         device = check_model(module)
+        if shares_with(module):
+            raise UnsupportedError(
+                "compress_gradients was called for this model, whose gradients CodedDataParallel averages by itself: "
+                "call the handle's remove() on all ranks first, and send fewer bytes with bits=16 or bits=8"
+            )
         ranks = dist.get_process_group_ranks(users)
         self.assignment = Assignment(len(ranks), redundancy, group or 0, shares or ())
         check_failures(max_failures, silence_timeout, rejoin_steps, redundancy, transport)
@@ -177,7 +183,7 @@ class CodedDataParallel(nn.Module):
             limits = {"max_failures": max_failures, "silence_timeout": silence_timeout, "readmits": rejoin_steps > 0}
         self._rank = dist.get_rank(users)
         # A group of our own, so that the user's collectives do not interleave with our messages.
-        loan = borrow(cast("dist.ProcessGroup", users), device)
+        loan = borrow(users, device)
         own, timeout = loan.hand_over(), _timeout_of(users, device)
         try:
             self.transport = connect(transport, own, timeout, **limits) if isinstance(transport, str) else transport

@@ -18,13 +18,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-__all__ = ["Loan", "borrow", "can_send_from", "group_of", "new_group"]
+__all__ = ["Loan", "borrow", "can_send_from", "group_of", "group_or", "new_group"]
 
 
 @dataclass(eq=False)
@@ -69,6 +70,20 @@ class _Shelf:
 
 
 _shelves: dict[tuple[object, ...], _Shelf] = {}
+
+
+def group_or(given: dist.ProcessGroup | None, default: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Return the process group that a user gave, or else the default, which is that of all ranks if it is None.
+
+    Raises:
+        TypeError: it is a DeviceMesh.
+    """
+    if isinstance(given, DeviceMesh):
+        raise TypeError(
+            "process_group is a DeviceMesh; pass the group of one of its dimensions, such as "
+            'mesh["replicas"].get_group()'
+        )
+    return given or default or cast("dist.ProcessGroup", dist.group.WORLD)
 
 
 def borrow(like: dist.ProcessGroup, device: torch.device) -> Loan:

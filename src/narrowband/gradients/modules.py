@@ -204,7 +204,8 @@ class ModuleCompression(GradientCompression):
                 raise UnsupportedError(
                     "activation checkpointing with use_reentrant=True runs backward inside of backward, and the end of "
                     "the outer one is detected by tensors in the model's output, but none were found: return tensors "
-                    "in lists, tuples, dictionaries or dataclasses, or use use_reentrant=False"
+                    "in lists, tuples, dictionaries or dataclasses, or use use_reentrant=False. CodedDataParallel does "
+                    "so, too, and averages by itself: there, leave compress_gradients out"
                 )
             self.begin(early=False)
         self._any = True

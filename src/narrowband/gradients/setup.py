@@ -17,6 +17,7 @@ from narrowband.averaging.plans import plan_of_sharded, plan_of_shards
 from narrowband.averaging.replicas import check_parts, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.who import averaged_by, shares_with
+from narrowband.collectives import group_or
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression
 from narrowband.gradients.hook import hook_of
@@ -106,8 +107,8 @@ def compress_gradients(
 
     Raises:
         TypeError: no module, or one that averages by itself; the message says what to do instead.
-        ValueError: a spec, a number or a collective that does not exist; momentum in both the optimizer and the spec, or in
-            none; or ranks that disagree.
+        ValueError: a spec, a number or a collective that does not exist; momentum in both the optimizer and the spec,
+            or in none; or ranks that disagree.
         UnsupportedError: the model already has a hook, or works in a way that a hook cannot follow; a process group
             with ranks of the same replica; or a spec that is not for gradients (``aq-sgd``).
 
@@ -121,6 +122,7 @@ def compress_gradients(
     def prepared() -> Settings:
         if averages := what_it_is(model):
             raise TypeError(f"compress_gradients takes a module that averages nothing by itself, not {averages}")
+        group_or(process_group)
         settings = Settings.of(
             spec,
             min_numel=min_numel,
@@ -190,7 +192,7 @@ def _prepared(
             "nodes= is for models in DistributedDataParallel; shard this model among the ranks of each node with "
             "fully_shard instead, and pass process_group= of the ranks that hold the same shard"
         )
-    group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
+    group = group_or(process_group)
     check_replica(model, group)
     if any(hasattr(p, "to_local") for p in model.parameters()):
         _check_shards(model, "as in a sharded model")

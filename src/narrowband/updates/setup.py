@@ -17,6 +17,7 @@ from narrowband.averaging.plans import plan_of_sharded
 from narrowband.averaging.replicas import check_parts, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.who import ddp_of
+from narrowband.collectives import group_or
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
 from narrowband.units import whole_number
@@ -165,7 +166,7 @@ def compress_updates(
             if process_group is not None:
                 raise ValueError("peers=... and process_group=... cannot be combined: leave one of the two out")
             return net, optimizers, settings, rounds
-        check_replica(model, group)
+        check_replica(model, group_or(process_group))
         if settings.policy is not None:
             check_parts(net, "a policy chooses specs", min_numel=settings.min_numel)
         if rounds.outer == "auto":
