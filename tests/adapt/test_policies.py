@@ -180,6 +180,8 @@ def test_search_spaces_are_the_papers():
     assert densities == pytest.approx([0.001 * i for i in range(1, 101)])
     assert "topk:density=0.01+ef" in search_space("topk:density=0.01+ef")
     assert max(nb.compression(spec).codec.density for spec in search_space("topk:density=0.5+ef")) <= 1
+    with pytest.raises(TypeError, match="a list of specs, such as"):
+        LGreCo("powersgd:rank=4", "qsgd:bits=4")
     with pytest.raises(ValueError, match="neither bits nor rank nor density"):
         search_space("sign+ef")
 

@@ -186,6 +186,8 @@ def wrong_states(rank, world_size):
     _, bare = start("topk:density=0.05")
     load("no feedback", good, bare)
     load("no feedback, nothing residual", {**good, "feedback": {}}, bare)
+    wrapped = wrap(torch.compile(mlp()))
+    load("compiled", good, compress(wrapped, "topk:density=0.05+ef", min_numel=64))
     unchanged = same(residuals(handle), good["feedback"]) and handle.step == 2
     train(model, rank, range(2, 3))
     return errors, unchanged, flat(model)
@@ -198,6 +200,7 @@ def test_states_that_do_not_belong_here_are_refused_and_change_nothing():
         assert errors.pop("no feedback, nothing residual") is None
         assert {error and error[0] for error in errors.values()} == {"ValueError"}
         assert "load each rank's own state" in errors["another rank"][1]
+        assert "saved with torch.compile and is loaded without, or the other way round" in errors["compiled"][1]
         assert "load each rank's own state" in errors["another world size"][1]
         assert "pass each rank's once" in errors["one of several"][1]
         assert "pass each rank's once" in errors["one twice"][1]

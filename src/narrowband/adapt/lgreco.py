@@ -92,6 +92,8 @@ class LGreCo(Policy):
             )
         if self.discretization < 1:
             raise ValueError(f"lgreco: discretization={self.discretization} must be at least 1")
+        if isinstance(self.choices, str):
+            raise TypeError(f"lgreco: choices must be a list of specs, such as [{self.choices!r}], not a single one")
         if self.choices is not None and not self.choices:
             raise ValueError("lgreco: choices is empty; leave it out for the choices around the reference")
         self.specs()

@@ -57,6 +57,10 @@ class Layer:
         return self.state if isinstance(self.state, Feedback) else None
 
 
+#: What ``torch.compile`` puts before the names of a module that it wraps.
+_COMPILED = "_orig_mod."
+
+
 class Layers:
     """The layers of a model, its small parameters, and what they are compressed with.
 
@@ -437,6 +441,13 @@ class Layers:
         others = {p.name: p.shape for p in self.parameters.by_name.values() if p.name not in layers}
         for key, value in saved.items():
             if not state.fits(key, value, layers, others):
+                names = {name.replace(_COMPILED, "") for name in self.parameters.by_name}
+                renamed = any((_COMPILED in name) != (_COMPILED in key) for name in self.parameters.by_name)
+                if renamed and key.replace(_COMPILED, "").rsplit("/", 1)[-1] in names:
+                    raise ValueError(
+                        f"the state has {key!r}: it was saved with torch.compile and is loaded without, or the other "
+                        "way round. Wrap the model as when it was saved; model.compile() changes no names"
+                    )
                 raise ValueError(
                     f"the state has {value.numel()} elements for {key!r}, which does not fit this model; the state is "
                     "of another model, or was saved with another feedback or min_numel, or with other parameters frozen"
