@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from narrowband.averaging import flat as flat_module
 from tests.gradients.training import TINY, compress, flat, loss_of, mlp, refusal, residuals, same, train, wrap
@@ -201,6 +202,22 @@ def test_after_a_backward_pass_that_broke_off_a_model_goes_on_from_its_checkpoin
         assert "was removed" in said["removed"][1]
         assert same_bits
         assert step == 6
+
+
+def without_the_first_layer(rank, world_size):
+    """What the second forward pass says of a model whose first layer has no part in the loss."""
+    net = nn.Sequential(nn.Linear(8, 64), nn.Linear(8, 64), nn.Linear(64, 8))
+    model = wrap(nn.ModuleDict({"unused": net[0], "used": net[1:]}), cap=TINY)
+    model.module.forward = net[1:].forward
+    compress(model, "topk:density=0.05+ef", min_numel=32)
+    model(torch.ones(2, 8)).sum().backward()
+    return refusal(lambda: model(torch.ones(2, 8)))
+
+
+def test_of_parameters_without_a_gradient_pytorch_tells():
+    for kind, text in run_ranks(without_the_first_layer, 2):
+        assert kind == "RuntimeError"
+        assert "find_unused_parameters=True" in text
 
 
 def stop_in_an_encoding(rank, world_size):

@@ -73,6 +73,9 @@ class DDPCompression(GradientCompression):
             later=at_the_end_of_backward,
         )
         self._all_used = not model.find_unused_parameters
+        # Whether the backward pass of the latest step returned. If buckets are missing all the same, parameters were
+        # not used, of which DistributedDataParallel tells.
+        self._returned = True
         self._buckets: list[list[str]] = []
         self._coming: list[list[str]] = []
         self._hook = weakref.ref(hook)
@@ -93,7 +96,7 @@ class DDPCompression(GradientCompression):
         Raises:
             RuntimeError: the backward pass before ended early, while gradients were being exchanged.
         """
-        if self._broke_off():  # DistributedDataParallel's own error would tell of unused parameters
+        if self._broke_off() and not self._returned:
             raise RuntimeError(f"forward: {BROKE_OFF}")
         if self._steps is not None:
             self._steps.called()
@@ -137,8 +140,13 @@ class DDPCompression(GradientCompression):
     def _begin(self) -> None:
         """Begin a step: its first bucket has arrived."""
         self._check_join()
+        self._returned = False
+        at_the_end_of_backward(self._note_return)
         if self._steps is not None and is_in_backward():  # a rank that has run out of data has no backward
             self._steps.averaging()
+
+    def _note_return(self) -> None:
+        self._returned = True
 
     def _check_join(self) -> None:
         model = self._model()
