@@ -384,4 +384,4 @@ class Handle(Averaging):
         for state in states:
             self.layers.check_load(state["layers"], kept(state), state["spec"], state.get("memory formats"))
         self._controller.check_state(states[0]["controller"])
-        return states[0], self.layers.merged([kept(state) for state in states], states[0]["spec"])
+        return states[0], self.layers.merged([kept(state) for state in states])

@@ -346,16 +346,10 @@ class Layers:
         """Bytes of memory that feedback takes on this rank."""
         return sum(state.nbytes for state in self.states.values())
 
-    def merged(
-        self, states: Sequence[Mapping[str, Mapping[str, Tensor]]], saved_with: str
-    ) -> dict[str, dict[str, Tensor]]:
-        """Merge the saved feedback of all former ranks into what each present rank starts with, by state name.
-
-        Raises:
-            ValueError: it was saved by a kind of feedback that cannot be converted.
+    def merged(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
+        """Merge the saved feedback of all former ranks into what each present rank starts with, by state name. Call
+        :meth:`check_load` on each before.
         """
-        for state in states:
-            self._check_kind(state, saved_with)
         kinds: dict[str, type[State]] = {**available(), **methods()}
         if self.state is not None:
             kinds[""] = type(self.state)
