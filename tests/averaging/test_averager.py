@@ -357,14 +357,19 @@ def refusals(rank, world_size):
         refusal(lambda: nb.Averager(model, "qsgd:bits=4" if rank else "qsgd:bits=2")),
         refusal(lambda: nb.Averager(model, "qsgd:bits=4+aq-sgd")),
         refusal(lambda: nb.Averager([*first.named_parameters(), *second.named_parameters()], "none")),
+        refusal(lambda: nb.Averager(nn.Linear(4, 3, dtype=torch.bfloat16 if rank else torch.float32), "none")),
     ]
 
 
 def test_what_cannot_be_averaged_is_refused_with_what_to_do():
     for found in run_ranks(refusals, 2):
         kinds = [kind for kind, _ in found]
-        assert kinds == ["TypeError", "TypeError", "ValueError", "DisagreementError", "UnsupportedError", "ValueError"]
+        assert kinds == [
+            "TypeError", "TypeError", "ValueError", "DisagreementError", "UnsupportedError", "ValueError",
+            "DisagreementError",
+        ]  # fmt: skip
         assert "pass the model" in found[0][1]
         assert "no parameter requires a gradient" in found[2][1]
         assert "'qsgd:bits=2'" in found[3][1] or "qsgd:bits=2" in found[3][1]
         assert "the same name: weight; " in found[5][1]
+        assert "torch.bfloat16, small on rank 1" in found[6][1]

@@ -58,3 +58,13 @@ def test_the_state_of_transposed_matrices_is_refused_before_anything_changes(spe
         assert error[0] == "ValueError"
         assert "'factor/weight'" in error[1] or "'left/weight'" in error[1]
         assert unchanged
+
+
+def test_another_unit_scales_what_waits_and_leaves_the_factors():
+    state, (p, q) = PowerSGD(rank=2), (torch.randn(2, 12), torch.randn(2, 6))
+    state.matrix("w", 12, 6, torch.device("cpu")).fill_(1.0)
+    state.keep("w", q)
+    state.record_sent("w", p, q)
+    state.scale(0.5)
+    torch.testing.assert_close(state.residual("w").view(12, 6), 0.5 * (1.0 - p.T @ q))
+    assert torch.equal(state.state_dict()["factor/w"], q)

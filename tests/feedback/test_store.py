@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import mmap
 import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -157,6 +159,17 @@ def test_a_full_store_keeps_what_it_has_and_says_so_once(make, place, caplog):
     assert kept.ids().dtype == torch.int64
     for sample, seed in ((0, 0), (1, 9), (4, 4)):
         assert bits_of(kept.row(sample)) == bits_of(rounded(numbers(100, seed), "fp16"))
+
+
+@every_place
+def test_a_row_that_was_lent_before_its_sample_was_let_go_is_put_as_any_other(make, place):
+    kept = make(place, 4)
+    kept.put(5, torch.ones(4))
+    row = kept.row(5, write=True).add_(1.0)
+    kept.keep_only([])
+    assert kept.put(5, row)
+    assert kept.has([5]) == [True]
+    assert torch.equal(kept.row(5), torch.full((4,), 2.0))
 
 
 def test_room_of_what_was_let_go_is_used_again(make, tmp_path):
@@ -340,6 +353,34 @@ def test_a_process_that_is_killed_leaves_rows_that_are_right_or_refused(make, tm
     resumed.load_state_dict(torch.load(tmp_path / "state.pt"))
     assert resumed.ids().tolist() == ([0, 1, 2] if what == "rests" else [])
     assert all((resumed.row(sample) == sample).all() for sample in resumed.ids().tolist())
+
+
+class Disk(mmap.mmap):
+    """A mapping that writes down the count of changes in the header, and the rows, whenever they go to the disk."""
+
+    flushed: ClassVar[list[object]] = []
+
+    def flush(self, *part):
+        self.flushed.append(int.from_bytes(self[64:72], "little") if len(self) == HEADER else "rows")
+        return super().flush(*part)
+
+
+@pytest.mark.parametrize("written", ["put", "row"])
+def test_the_first_change_after_each_state_is_counted_on_the_disk_before_it_is_made(make, monkeypatch, written):
+    """Where a machine loses its power, a state has no rows that are newer than it says."""
+    monkeypatch.setattr(mmap, "mmap", Disk)
+    kept = make("disk", 100)
+    kept.put(0, torch.zeros(100))
+    for _ in range(2):
+        Disk.flushed.clear()
+        count = kept.state_dict()["updates"]
+        assert Disk.flushed == ["rows", count]
+        for _ in range(3):
+            if written == "put":
+                kept.put(0, torch.ones(100))
+            else:
+                kept.row(0, write=True).add_(1.0)
+        assert Disk.flushed == ["rows", count, count + 1]
 
 
 FULL = """

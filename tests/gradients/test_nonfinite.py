@@ -33,10 +33,11 @@ BAD_STEP = 2
 def break_one(rank, world_size, specs, parameter, cap, make=mlp, place=5):
     """Four steps with a scaler, the third with inf in one element of one rank's gradient."""
     answers = []
-    for spec, collective in specs:
+    for spec, collective, *fused in specs:
         model = wrap(make(), cap=cap)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
-        handle = compress(model, spec, min_numel=64, collective=collective, grad_scaler=scaler, early=cap == TINY)
+        options = {"collective": collective, "small": "fused" if fused else "uncompressed"}
+        handle = compress(model, spec, min_numel=64, grad_scaler=scaler, early=cap == TINY, **options)
         now = [0]
 
         def spoil(grad, now=now):
@@ -61,9 +62,9 @@ def break_one(rank, world_size, specs, parameter, cap, make=mlp, place=5):
 
 
 def check_skipped(answers, specs):
-    for index, (spec, collective) in enumerate(specs):
+    for index, (spec, *options) in enumerate(specs):
         for rank, of_rank in enumerate(answers):
-            name = f"{spec} {collective}, rank {rank}"
+            name = f"{spec} {' '.join(options)}, rank {rank}"
             before, bad, after = of_rank[index][1:4]
             assert [finite for finite, *_ in of_rank[index]] == [True, True, False, True], name
             assert torch.equal(bad[1], before[1]), f"{name}: did not skip"
@@ -82,7 +83,7 @@ def test_inf_in_one_gradient_of_one_rank_is_skipped_by_all(parameter, cap):
 
 
 def test_four_ranks():
-    specs = [SPECS[0], SPECS[2], SPECS[5]]
+    specs = [SPECS[0], SPECS[2], SPECS[5], (*SPECS[0], "fused")]
     check_skipped(run_ranks(break_one, 4, specs, "0.weight", TINY), specs)
 
 

@@ -65,6 +65,7 @@ def back_and_forth(rank, world_size):
         handle.set_layers({"0.weight": "powersgd:rank=1,min_ratio=1"})
         train(model, rank, range(3), sgd(model))
         handle.set_layers({"0.weight": "topk:density=0.1+ef"})
+        assert handle.state_dict()["layers"] == {}
         train(model, rank, range(3, 5), sgd(model))
         if stop:
             state, at = handle.state_dict(), {k: v.clone() for k, v in model.module.state_dict().items()}
@@ -104,6 +105,8 @@ def changing(rank, world_size, order):
         )
         for name in LAYERS
     }
+    handle.remove()
+    assert handle.residual_nbytes == 0  # of no family
     return sent, given, residual
 
 
@@ -187,14 +190,16 @@ def test_a_policy_sees_what_was_delivered_and_all_ranks_follow_it():
 
 
 def delivered(rank, world_size, policy):
-    """What each step delivered, and what the policy was shown."""
+    """What each step delivered, in the unit of the loss, and what the policy was shown."""
     model = wrap(mlp(), TINY)
-    handle = compress(model, policy, min_numel=64)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    handle = compress(model, policy, min_numel=64, grad_scaler=scaler)
     steps = []
     for step in range(11):
         model.zero_grad()
-        loss_of(model, step, rank).backward()
-        steps.append({name: model.module.get_parameter(name).grad.clone() for name in LAYERS})
+        scaler.scale(loss_of(model, step, rank)).backward()
+        steps.append({name: model.module.get_parameter(name).grad / scaler.get_scale() for name in LAYERS})
+        scaler.update(64.0 * 2.0 ** (step % 2))
     assert handle.plan is not None
     return steps, policy.seen
 

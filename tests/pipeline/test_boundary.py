@@ -78,6 +78,9 @@ def test_boundaries_draw_different_numbers():
     assert not torch.equal(other(x), y)
     assert not torch.equal(seeded(x), y)
     assert not torch.equal(first(x), y)  # nor are those of the next message the same
+    in_two = nb.Boundary("qsgd:bits=2", microbatches=2)
+    assert torch.equal(in_two(x), y)
+    assert not torch.equal(in_two(x), y)  # of the same step
 
 
 def test_evaluation_with_and_without():

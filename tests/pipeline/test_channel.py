@@ -65,6 +65,16 @@ def test_the_relative_error_is_that_of_what_arrives(spec):
     assert alone.stats.relative_error == first
     both = ChannelStats.total([ChannelStats(messages=1, raw_bytes=8, sent_bytes=4), alone.stats])
     assert (both.messages, both.relative_error) == (2, first)
+    assert ChannelStats.total([alone.stats, alone.stats]).relative_error == first
+
+
+def test_the_relative_error_is_measured_again_in_every_fifty_messages():
+    channel = Channel("uniform:bits=4")
+    for number in range(101):
+        channel.pack(torch.zeros(SHAPE) if number == 50 else activation(At(0, number % 10)), At(number, 0))
+        if number % 50 == 1:
+            channel.stats.relative_error = None
+        assert (channel.stats.relative_error is None) == (number not in (0, 100))  # of zeros there is none
 
 
 @stateful
@@ -146,6 +156,8 @@ def test_what_is_reused_are_the_places():
         assert torch.equal(arrived, torch.where(got != 0, gradient.half().float(), 0.0))
         assert values.numel() == 2 * 60 == back[0].payload_nbytes(SHAPE, torch.float32, at)
         assert values.numel() < payload.numel()
+    with pytest.raises(nb.UnsupportedError, match="its gradient has been sent already"):
+        back[1].pack(gradient, MESSAGES[-1])
     assert str(back[0]) == f"{spec},reuse=forward"
 
 
@@ -272,8 +284,10 @@ def test_out_of_order(spec):
     channel = Channel(spec)
     x = activation(MESSAGES[0])
     channel.pack(x, At(0, 1), samples=samples_of(At(0, 0)))
-    with pytest.raises(nb.UnsupportedError, match="in one order"):
-        channel.pack(x, At(0, 0), samples=samples_of(At(0, 0)))
+    channel.pack(x, At(0, 0), training=False)  # evaluation has no order
+    for late in (At(0, 0), At(0, 1)):
+        with pytest.raises(nb.UnsupportedError, match="in one order"):
+            channel.pack(x, late, samples=samples_of(At(0, 0)))
 
 
 @pytest.mark.parametrize(
