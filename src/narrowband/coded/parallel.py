@@ -267,9 +267,11 @@ class CodedDataParallel(nn.Module):
             self._syncs = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients as every module does, and drop those accumulated in :meth:`no_sync`."""
+        """Reset gradients as every module does, and drop those accumulated in :meth:`no_sync`. After a call on all
+        ranks, forward passes that only some of them did make no difference, either.
+        """
         self._average.clear()
-        self._samples = 0
+        self._samples = self._forwards = 0
         super().zero_grad(set_to_none)
 
     @property
