@@ -124,20 +124,31 @@ def test_what_is_no_contraction_is_gathered_and_said_to_grow(spec):
 
 
 def after_steps_without(rank, size):
-    """Two steps, and then two in which no rank has a gradient: what is kept and what was delivered, after each."""
+    """Two steps, and then two in which no rank has a gradient: what is kept and what was delivered, after each. And
+    what is missing when the next step is gathered, where nobody owns anything.
+    """
     codec, feedback = nb.codec("qsgd:bits=4"), ErrorFeedback()
     cut = Chunked(codec, size, 0).cut(NUMEL)[rank]
-    seen = []
+    seen, missing = [], torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(1, 5):
         x = gradient(rank, step) if step < 3 else torch.zeros(NUMEL)
         item = Operand("p", x, (NUMEL,), codec, feedback, seed_of(step, 0), 0)
         average("scatter_reduce", [item], rank, size, rotating=False)
         seen.append((feedback.residual("p").clone(), feedback.owner_error("p", cut).clone(), item.x.clone()))
-    return seen
+        missing += item.x.double()
+    item = Operand("p", gradient(rank, 5), (NUMEL,), codec, feedback, seed_of(5, 0), 0)
+    average("all_gather", [item], rank, size, rotating=False)
+    kept = feedback.residual("p").double() / size
+    torch.distributed.all_reduce(kept)
+    missing += item.x.double() + kept
+    for step in (1, 2, 5):
+        missing -= torch.stack([gradient(r, step) for r in range(size)]).double().mean(0)
+    return seen, (float(missing.norm()), feedback.owner_error("p", cut))
 
 
 def test_an_owner_keeps_its_error_where_no_rank_used_the_tensor():
-    for _, (residual, error, _), *unused in run_ranks(after_steps_without, 3):
+    for (_, (residual, error, _), *unused), gathered in run_ranks(after_steps_without, 3):
+        assert gathered == (pytest.approx(0.0, abs=1e-4), None)
         assert residual.any()
         assert error.any()
         for kept, owned, delivered in unused:

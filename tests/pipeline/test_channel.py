@@ -158,6 +158,10 @@ def test_what_is_reused_are_the_places():
         assert values.numel() < payload.numel()
     with pytest.raises(nb.UnsupportedError, match="its gradient has been sent already"):
         back[1].pack(gradient, MESSAGES[-1])
+    for step in (10, 11):
+        send(*forward, activation(At(step, 0)), At(step, 0))
+    with pytest.raises(nb.UnsupportedError, match="or a later step has begun"):
+        back[1].pack(gradient, At(10, 0))
     assert str(back[0]) == f"{spec},reuse=forward"
 
 
@@ -251,6 +255,8 @@ def test_warm_up_is_exact(spec):
         if at.step < 2:
             assert torch.equal(got, x)
             assert payload.numel() == 4 * x.numel() == here.payload_nbytes(SHAPE, x.dtype, at)
+        sizes = [end.payload_nbytes(SHAPE, x.dtype, at, training=False) for end in (here, Channel(spec))]
+        assert here.pack(x, at, training=False).numel() == sizes[0] == sizes[1]  # evaluation has no warm-up
 
 
 @stateful
@@ -262,6 +268,8 @@ def test_a_channel_goes_on_from_its_state_to_the_bit(spec):
     for end in ends:
         resumed.append(Channel(spec))
         resumed[-1].load_state_dict(nb_copy(end.state_dict()))
+        with pytest.raises(nb.UnsupportedError, match="in one order"):
+            resumed[-1].pack(activation(MESSAGES[4]), MESSAGES[4], samples=samples_of(MESSAGES[4]))
     for at in MESSAGES[5:]:
         x = activation(at)
         expected, got = send(*ends, x, at), send(*resumed, x, at)

@@ -23,6 +23,7 @@ def seconds(step, **machine):
 
 def test_without_messages_a_step_is_compute():
     assert seconds(Step(2.0, after_s=0.5)) == 2.5
+    assert seconds(Step(2.0, (Arrival(1.0, messages=(gathered(1e6),)),))) == 2.0  # nor over a link that takes no time
 
 
 def test_one_bucket_is_encoded_sent_and_decoded_one_after_the_other():
@@ -69,8 +70,10 @@ def test_bytes_take_the_processor_too():
     # 1 s of wire needs 2 s of a core, so a processor with nothing else to do takes 2 s.
     step = Step(1.0, (Arrival(1.0, messages=(gathered(1e6),)),))
     assert seconds(step, rate=1e6, cores=1, cpu_s_per_byte=2e-6) == pytest.approx(3.0)
-    # A fifth of a core is less than its share: the wire takes what it needs, and backward has the rest.
+    # Other cores do not help: one thread sends.
     step = Step(1.0, (Arrival(0.0, messages=(gathered(1e6),)),))
+    assert seconds(step, rate=1e6, cores=2.5, cpu_s_per_byte=2e-6) == pytest.approx(2.0)
+    # A fifth of a core is less than its share: the wire takes what it needs, and backward has the rest.
     assert seconds(step, rate=1e6, cores=1, cpu_s_per_byte=0.2e-6) == pytest.approx(1.2)
 
 
@@ -125,6 +128,20 @@ def test_slots_bound_how_many_latencies_overlap():
 def test_on_two_levels_a_bucket_is_summed_inside_first_and_gathered_at_the_end():
     step = Step(1.0, (Arrival(0.5, 0.1, (gathered(1e6),), Inside(reduce_s=0.2, gather_s=0.3)),))
     assert seconds(step, rate=1e6) == pytest.approx(0.5 + 0.2 + 0.1 + 1.0 + 0.3)
+
+
+def test_the_thread_of_a_node_takes_a_core_and_what_backward_does_not_hide_of_it_is_wire():
+    # From 0.5 s on both have half a core: the sum takes 0.4 s, and backward has 0.3 s left.
+    step = Step(1.0, (Arrival(0.5, inside=Inside(reduce_s=0.2, gather_s=0.0)),))
+    found = simulate(step, Machine(cores=1))
+    assert found.step_s == pytest.approx(1.2)
+    assert (found.codec_s, found.wire_s) == (pytest.approx(0.2), 0.0)
+    assert seconds(step, cores=2) == pytest.approx(1.0)
+    step = Step(1.0, (Arrival(1.0, inside=Inside(reduce_s=0.2, gather_s=0.3)),))
+    for cores in (0.5, 1.0):  # the sum was measured on as much of a core
+        found = simulate(step, Machine(cores=cores))
+        assert found.step_s == pytest.approx(1.5)
+        assert (found.codec_s, found.wire_s, found.latency_s) == (0.0, pytest.approx(0.5), 0.0)
 
 
 @pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"cores": 0}, {"slots": 0}, {"threads": 0}, {"cpu_s_per_byte": -1.0}])
