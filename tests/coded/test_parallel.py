@@ -243,7 +243,8 @@ def randomness(rank, world_size):
     loss_of(first, y).backward()
     averages = [gradient(model)]
     if rank != 1:  # whose batch was bad, so all leave it out
-        model(x)
+        with model.no_sync():
+            loss_of(model(x), y).backward()
     model.zero_grad()
     loss_of(model(x), y).backward()
     return own == before, torch.equal(first, second), [*averages, gradient(model)]

@@ -426,6 +426,16 @@ def test_copied_anchors_come_to_the_same(waiting):
         assert torch.equal(x, results[1][name])
 
 
+def test_where_a_tensor_keeps_nothing_of_its_own_it_keeps_no_nan():
+    own = {"w": torch.ones(4)}
+    fragment = Fragment(own, [], length=1.0, offload=False)
+    fragment.keep(own, parameters=True)
+    assert fragment.take_a_copy(own)
+    own["w"][1] = torch.nan  # while the round is under way
+    fragment.mix(own, OuterStep(None, {}), along=True, alpha=0.0)
+    assert torch.equal(own["w"], torch.ones(4))
+
+
 def test_an_outer_optimizer_keeps_no_copy_of_anchors_that_lie_elsewhere():
     own = {"w": torch.randn(6, 4), "z": torch.randn(5, dtype=torch.complex64)}
     parameters = {name: nn.Parameter(x.detach()) for name, x in own.items()}

@@ -25,6 +25,9 @@ def broken_update(rank, world_size, broken):
                 model[0].weight.grad[0, 0] = torch.nan
             optimizer.step()
             history.append(flat(model))
+    *_, resumed = begin("topk:density=0.1+ef", optimizer=lambda m: sgd(m, lr=0.1), every=2)
+    resumed.load_state_dict(handle.state_dict())
+    assert resumed.skipped_updates == handle.skipped_updates
     return history, handle.skipped_updates, handle.stats().total.skipped, said
 
 
