@@ -47,7 +47,7 @@ def wrong_calls(rank, world_size):
         "delay_all_reduce_named_params": [("6.bias", later[6].bias)],
         "param_to_hook_all_reduce": later[0].weight,
     }
-    errors["averages that nobody waits for"] = refusal(lambda: compress(wrap(later, **options), "none"))
+    errors["averages that nobody waits for"] = refusal(lambda: compress(wrap(later, 100, **options), "none"))
     skips = wrap(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
     errors["buckets that are left out"] = refusal(lambda: compress(skips, "none"))
     twice = wrap(mlp())

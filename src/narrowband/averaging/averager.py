@@ -246,5 +246,6 @@ def _shares_memory(x: Tensor) -> bool:
 
 def _no_rows(p: Tensor) -> Tensor:
     """Return an embedding's sparse gradient without rows, which stands for zeros."""
-    none = torch.empty((1, 0), dtype=torch.int64, device=p.device)
-    return torch.sparse_coo_tensor(none, p.new_empty((0, *p.shape[1:])), p.shape, dtype=p.dtype, device=p.device)
+    # torch.sparse_coo_tensor would warn that indices are not checked, with PyTorch 2.11 even if it is told not to.
+    none = torch.zeros(p.shape, dtype=p.dtype, device=p.device, layout=torch.sparse_coo)
+    return none.sparse_resize_(p.shape, 1, p.dim() - 1)
