@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
@@ -244,7 +245,7 @@ def test_a_backend_that_saves_in_python_is_left_alone_and_that_is_said(caplog):
 
 
 def own():
-    """Compiled in a way that PyTorch ignores for modules of its own."""
+    """Compiled in a way that PyTorch 2.13 ignores for modules of its own, and 2.15 does not."""
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))
     model.compile(backend="aot_eager")
     return model
@@ -253,15 +254,18 @@ def own():
 @pytest.mark.parametrize(("make", "stance"), [(own, "default"), (whole, "force_eager"), (in_place, "force_eager")])
 def test_a_module_of_which_no_graph_is_made_is_left_alone_and_that_is_said_once(make, stance, caplog):
     model, x = make(), torch.randn(BATCH, WIDTH, requires_grad=True)
+    counters.clear()
     (want,) = torch.autograd.grad(model(x).square().sum(), x)
-    for times_said in 1, 0:
+    compiled = stance == "default" and counters["stats"]["unique_graphs"] > 0
+    for times_said in (0, 0) if compiled else (1, 0):
         caplog.clear()
         with torch.compiler.set_stance(stance), caplog.at_level(logging.WARNING):
             with nb.compress_activations(model, min_numel=1) as saved:
                 y = model(x)
             (got,) = torch.autograd.grad(y.square().sum(), x)
         assert torch.equal(got, want)
-        assert saved.kept_bytes == saved.raw_bytes > 0
+        assert 0 < saved.kept_bytes <= saved.raw_bytes
+        assert (saved.kept_bytes < saved.raw_bytes) == compiled
         assert sum("made no graph of it" in record.message for record in caplog.records) == times_said
 
 
