@@ -271,6 +271,18 @@ def test_roundings_follow_the_seed_of_torch():
     assert not torch.equal(gradients(1), gradients(2))
 
 
+def test_a_context_that_is_never_used_says_so(caplog):
+    model = linears(16, 32, 8)
+    with compress(model):
+        model(torch.randn(20, 16))
+    assert "never used as a context" not in caplog.text
+    nb.compress_activations(model)
+    gc.collect()
+    assert "write 'with nb.compress_activations(model):' around the forward pass" in caplog.text
+    with pytest.raises(TypeError, match="pass it by its name, as in compress_activations"):
+        nb.compress_activations(model, nb.ActivationPolicy(bits=4))
+
+
 @pytest.mark.parametrize(
     ("options", "warns"),
     [({"min_numel": 10**6}, True), ({}, False), ({"bits": "off"}, False), ({"modules": {"*": "off"}}, True)],

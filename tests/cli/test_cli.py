@@ -84,6 +84,10 @@ def test_help_teaches_with_examples(narrow, command):
         (("demo", "--steps", "0"), "steps=0"),
         (("demo", "--", "python"), "takes nothing after '--'"),
         (("lab", "--nodes", "2"), "narrowband lab --nodes 4 --rate 200mbit -- python train.py"),
+        (
+            ("lab", "--nodes", "2", "--rate=none", "python", "a.py"),
+            "narrowband lab --nodes 2 --rate=none -- python a.py",
+        ),
         (("lab", "--rate", "quick", "--", "true"), "rate 'quick' cannot be read"),
         (("lab", "--", "no-such-program-anywhere"), "'no-such-program-anywhere'"),
     ],

@@ -226,6 +226,7 @@ def test_a_spec_is_its_canonical_form():
         ("dgc:density=0.5,warmup_epochs=4", ["grow"]),
         ("dgc:rank=4", ["dgc has no key 'rank'", "momentum"]),
         ("dgc+ef", ["dgc has a feedback of its own", "+ef"]),
+        ("runs/plan.json", ["nb.Plan.load('runs/plan.json')"]),
         ("dgd:density=0.1", ["unknown codec 'dgd'", "did you mean 'dgc'"]),
         ("dgc:indices=int32", ["elias-fano, runs"]),
         ("dgc:values=int8,indices=runs", ["int8", "leave indices out"]),

@@ -102,7 +102,7 @@ def test_what_cannot_be_is_said_at_set_up():
         "fragments=0",
         "fragments=2.5",
         "fragments=3 must be at most every=2",
-        "fragments=9 must be at most 1, the number of matrices",
+        "fragments=9 is more than the number of layers that are compressed separately, which is 1; use fragments=1",
         "overlap=-1",
         "overlap=3",
         "alpha=1.5",

@@ -46,6 +46,11 @@ log = logging.getLogger(__name__)
 #: Models that a warning was logged for, since nothing of them was compressed.
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+_NEVER_ENTERED = (
+    "compress_activations was called, but its result was never used as a context, so nothing was compressed; write "
+    "'with nb.compress_activations(model):' around the forward pass"
+)
+
 #: Model → range estimates. They live as long as the model, so that every step may create a new context.
 _estimates: weakref.WeakKeyDictionary[nn.Module, Estimates] = weakref.WeakKeyDictionary()
 #: Model → memory for its codes, which lives as long.
@@ -82,6 +87,8 @@ def compress_activations(
         >>> saved.raw_bytes, saved.kept_bytes, saved.ratio
         (73728, 16384, 4.5)
     """
+    if isinstance(bits, ActivationPolicy):
+        raise TypeError("bits is an ActivationPolicy; pass it by its name, as in compress_activations(model, policy=…)")
     if policy is not None and (bits is not None or options):
         given = ["bits"] * (bits is not None) + list(options)
         raise TypeError(
@@ -125,9 +132,11 @@ class ActivationCompression(contextlib.ContextDecorator):
         self._total, self._last = SavedStats(), SavedStats()
         self._lock = threading.Lock()  # protects the statistics, which several threads add to
         warm_up(model, policy)
+        self._never_entered = weakref.finalize(self, log.warning, _NEVER_ENTERED)
 
     @unseen
     def __enter__(self) -> Saved:
+        self._never_entered.detach()
         if active.regions is not None:
             raise UnsupportedError(
                 "compress_activations was entered inside another compress_activations in the same thread. They cannot "

@@ -131,6 +131,11 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
             f"narrowband {name} takes nothing after '--'; only narrowband lab and narrowband bench gpu start a "
             "command given there"
         )
+    if name == "lab" and behind is None and (at := _first_word(options)) is not None:
+        raise ValueError(
+            f"the command of the ranks stands after '--': narrowband {' '.join(['lab', *options[:at]])} -- "
+            f"{' '.join(options[at:])}"
+        )
     command: Command = tyro.cli(
         kind,
         prog=f"narrowband {name}",
@@ -138,6 +143,14 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
         args=options,
     )
     return command(console, behind)
+
+
+def _first_word(options: list[str]) -> int | None:
+    """Return the place of the first word that is neither an option nor the value of one, if each option has a value."""
+    at = 0
+    while at < len(options) and options[at].startswith("-"):
+        at += 1 if "=" in options[at] or options[at] in ("-h", "--help") else 2
+    return at if at < len(options) else None
 
 
 def _prose(docstring: str) -> str:

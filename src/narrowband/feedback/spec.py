@@ -150,6 +150,8 @@ def compression(spec: str | Codec | Compression | State) -> Compression:
         return Compression(spec.codec, spec)
     if not isinstance(spec, str):
         return Compression(codecs.codec(spec))
+    if spec.endswith(".json"):
+        raise ValueError(f"{spec!r} is a file, not a spec; if it holds a plan, pass nb.Plan.load({spec!r})")
     check_plus(spec)
     text, plus, feedback = spec.partition("+")
     behind = _feedback(feedback) if plus else None

@@ -87,7 +87,8 @@ def split(
         return [list(layers)]
     if count > len(layers):
         raise ValueError(
-            f"fragments={count} must be at most {len(layers)}, the number of matrices that are compressed separately"
+            f"fragments={count} is more than the number of layers that are compressed separately, which is "
+            f"{len(layers)}; use fragments={max(1, len(layers))}, or fewer"
         )
     blocks: dict[str, list[str]] = {}
     for name in layers:
