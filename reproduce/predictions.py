@@ -27,7 +27,11 @@ __all__ = ["claims", "page", "record"]
 _RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 #: The other records, by the headings of their sections.
-_FURTHER = {"Rounds of updates, asymmetric links": "plan-rounds.json", "Several ranks in a machine": "plan-levels.json"}
+_FURTHER = {
+    "Rounds of updates, asymmetric links": "plan-rounds.json",
+    "Several ranks in a machine": "plan-levels.json",
+    "Several micro-batches in a step": "plan-accumulate.json",
+}
 
 #: Largest allowed error of predictions: of the median, and of each.
 _MEDIAN, _WORST = 0.10, 0.25
@@ -138,9 +142,11 @@ def _ran(found: Mapping[str, Any]) -> str:
     *others, last = [_link(rate) for rate in dict.fromkeys(row["rate"] for row in found["rows"])]
     rates = f"{', '.join(others)} or {last}" if others else last
     numel = MODELS[found["config"]["model"]].numel()
+    micro_batches = found["config"].get("accumulate", 1)
+    each_step = f" A step has {micro_batches} micro-batches; the last one is averaged." if micro_batches > 1 else ""
     return (
         f"`narrowband bench plan` trained a GPT of {numel / 1e6:.1f} million parameters on {who}, each behind a link "
-        f"of its own of {rates} that the kernel shapes. All share one machine with two cores."
+        f"of its own of {rates} that the kernel shapes. All share one machine with two cores.{each_step}"
     )
 
 

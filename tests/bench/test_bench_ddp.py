@@ -131,12 +131,14 @@ def test_several_ranks_per_machine_have_rows_for_each_way_to_send():
 
 
 def test_options_of_a_plan_are_rows_and_rounds_are_measured_whole():
+    """Of the micro-batches of a step only the last one is averaged."""
     config = Config(nodes=2, rate="none", model="gpt-tiny", codecs=(), plain=True, rounds=1, steps=2)
     options = [Option(None), Option("none"), Option("none", every=3), Option("uniform:bits=2+ef", every=15)]
-    rows = {row["codec"]: row for row in run(replace(config, optimizer="adamw"), options=options)}
+    rows = {row["codec"]: row for row in run(replace(config, optimizer="adamw", accumulate=3), options=options)}
     assert list(rows) == [NO_COMMUNICATION, *(option.name for option in options)]
     assert not any("error" in row for row in rows.values())
     gradients, updates = (rows[name]["sent_bytes_per_step"] for name in ("none", "updates every 3, none"))
+    assert gradients == pytest.approx(4 * MODELS["gpt-tiny"].numel(), rel=0.01)
     assert updates == pytest.approx(gradients / 3, abs=8)
 
 

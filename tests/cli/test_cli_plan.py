@@ -356,6 +356,7 @@ def test_ranks_that_cannot_measure_together_all_say_why(model, functions, words,
 def test_predictions_stand_beside_measurements(tmp_path, narrow):
     told = tmp_path / "plan.json"
     words = ("--model", "gpt-tiny", "--rates", "100mbit", "--nodes", "2", "--codecs", "none", "qsgd:bits=4")
+    words = (*words, "--accumulate", "3")
     code, out, err = narrow("bench", "plan", *words, "--rounds", "1", "--steps", "2", "--json", str(told))
     assert (code, err) == (0, "")
     assert "Predictions are off: " in out
@@ -511,10 +512,12 @@ def test_gradients_and_rounds_have_a_row_for_each_codec_that_can_be_sent_so():
         {"every": (15,), "per_node": 2},
         {"rates": ("20mbit/fast",)},
         {"per_node": 0},
+        {"accumulate": 0},
+        {"accumulate": 2, "per_node": 2},
     ],
 )
 def test_a_comparison_that_cannot_be_is_refused_before_ranks_start(wrong):
     said = "a single machine", "nothing to measure", "carries nothing", "unknown codec", "cannot be predicted"
-    said = (*said, "one rank each", "must be at least 1", "expected at least 1", "cannot be read")
+    said = (*said, "one rank each", "have a whole model", "must be at least 1", "expected at least 1", "cannot be read")
     with pytest.raises(ValueError, match="|".join(said)):
         foretold.Config(**wrong)

@@ -40,6 +40,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -97,6 +98,7 @@ class Config:
         plain: Also measure DDP without a hook; baselines have it, too.
         rounds: Timed rounds per row.
         steps: Training steps per round.
+        accumulate: Micro-batches per step. Gradients are sent with the last one: the others are in no_sync().
         delay: One-way delay between two ranks: 5ms, …
         loss: Share of packets lost: 0.1%, …
         bucket_cap_mb: DDP's bucket size, for every row but PowerSGD's. Smaller buckets begin to travel earlier, and
@@ -122,6 +124,7 @@ class Config:
     plain: bool = False
     rounds: int = 5
     steps: int = 4
+    accumulate: int = 1
     delay: str | None = None
     loss: str | None = None
     bucket_cap_mb: int | None = None
@@ -133,7 +136,7 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "per_node", "rounds", "steps", "bucket_cap_mb"):
+        for name in ("nodes", "per_node", "rounds", "steps", "accumulate", "bucket_cap_mb"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
@@ -149,6 +152,8 @@ class Config:
         if self.device == "cuda" and (self.sharded or self.per_node > 1):
             raise ValueError("device=cuda: sharded and per_node can be measured on the CPU only; leave them out")
         check_device(self.device)
+        if self.accumulate > 1 and (self.sharded or self.per_node > 1):
+            raise ValueError("accumulate needs ranks that each have a whole model: leave out sharded and per_node")
         if self.sharded and (self.per_node > 1 or self.baselines or self.plain):
             raise ValueError(
                 "sharded takes one rank per node and always measures plain FSDP2: leave out per_node, baselines and "
@@ -534,11 +539,16 @@ class _Row:
     def _train(self, tokens_SBL: Tensor) -> None:
         for tokens_BL in tokens_SBL:
             self._optimizer.zero_grad()
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.amp):
-                logits_BLV = self._model(tokens_BL[:, :-1])
-                loss = F.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten())
-            torch.autograd.backward(loss)
+            for left in reversed(range(self._config.accumulate)):
+                with self._model.no_sync() if left and isinstance(self._model, DDP) else nullcontext():
+                    self._backward(tokens_BL)
             self._optimizer.step()
+
+    def _backward(self, tokens_BL: Tensor) -> None:
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.amp):
+            logits_BLV = self._model(tokens_BL[:, :-1])
+            loss = F.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten())
+        torch.autograd.backward(loss / self._config.accumulate)
 
     def result(self, card: str | None) -> dict[str, Any]:
         found: dict[str, Any] = {

@@ -84,6 +84,7 @@ class Config:
         every: Optimizer steps from one round of updates to the next, for all codecs that can compress updates; 0:
             gradients. With 0 15 there are rows of both.
         optimizer: That trains: sgd, with momentum, or adamw.
+        accumulate: Micro-batches per step. Gradients are sent with the last one: the others are in no_sync().
         rounds: Timed rounds per row.
         steps: Training steps per round.
         bucket_cap_mb: DDP's bucket size.
@@ -100,6 +101,7 @@ class Config:
     )  # fmt: skip
     every: tuple[int, ...] = (0,)
     optimizer: Literal["sgd", "adamw"] = "sgd"
+    accumulate: int = 1
     rounds: int = 3
     steps: int = 4
     bucket_cap_mb: int = 8
@@ -130,6 +132,7 @@ class Config:
             codecs=(),
             plain=True,
             optimizer=self.optimizer,
+            accumulate=self.accumulate,
             rounds=self.rounds,
             steps=self.steps,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -331,7 +334,7 @@ def _beside(row: dict[str, Any], option: Option, profile: Profile, network: Netw
 def _measured(config: Config, rate: str, nodes: int) -> tuple[Profile, Network]:
     """Let ranks behind such links measure the profile and the network."""
     found = run_ranks("narrowband.bench.foretold", asdict(config), config.session(rate, nodes).place())
-    profile = _profile(found[0]["profile"])
+    profile = _profile(found[0]["profile"]).accumulated(config.accumulate)
     host = Host(*(statistics.fmean(rank[key] for rank in found) for key in ("hop_s", "cpu_s_per_byte")))
     # Ranks share this machine's cores, and each was measured while all others worked.
     cores = (os.cpu_count() or 1) / nodes

@@ -123,6 +123,7 @@ class BenchPlan:
       narrowband bench plan --model gpt-demo --rates 200mbit --nodes 2 --codecs none qsgd:bits=4
       narrowband bench plan --rates 20mbit/100mbit --every 0 15 --codecs none uniform:bits=2+ef --optimizer adamw
       narrowband bench plan --nodes 2 --per-node 2 --codecs none qsgd:bits=4
+      narrowband bench plan --nodes 2 --accumulate 4 --codecs none fp16 qsgd:bits=4
     """
 
     config: Annotated[foretold.Config, tyro.conf.arg(name="")] = field(default_factory=foretold.Config)
