@@ -243,6 +243,8 @@ atexit.register(_pool.close)  # before multiprocessing's own handler, which woul
 def _serve(pipe: Connection, stacks: str) -> None:
     """Life of a worker: tasks, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test runner's; it ends the workers
+    # Benchmarks on loopback start the same fork server, with the signal blocked. Some tests send it to their own rank.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
     stacks_file = open(stacks, "a")  # noqa: SIM115  stays open for the fault handler
     faulthandler.enable(stacks_file)
