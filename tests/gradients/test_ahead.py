@@ -91,10 +91,12 @@ def test_a_loop_of_ones_own_is_decided_there_too(spec):
         assert finite == [number != BAD for number in range(5)]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("spec", "small"), [*((spec, "uncompressed") for spec in SPECS), ("topk:density=0.1+ef", "fp16")]
+)
 @pytest.mark.parametrize("bad", [True, False])
-def test_what_the_device_decides_is_what_the_host_would(spec, bad):
-    own, theirs = (run_ranks(trained, 2, spec, ahead, bad, {}) for ahead in (True, False))
+def test_what_the_device_decides_is_what_the_host_would(spec, small, bad):
+    own, theirs = (run_ranks(trained, 2, spec, ahead, bad, {"small": small}) for ahead in (True, False))
     for (parameters, kept, averages, skipped, waited), (expected, its, others, count, never) in zip(
         own, theirs, strict=True
     ):

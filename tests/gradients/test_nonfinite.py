@@ -33,10 +33,10 @@ BAD_STEP = 2
 def break_one(rank, world_size, specs, parameter, cap, make=mlp, place=5):
     """Four steps with a scaler, the third with inf in one element of one rank's gradient."""
     answers = []
-    for spec, collective, *fused in specs:
+    for spec, collective, *small in specs:
         model = wrap(make(), cap=cap)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
-        options = {"collective": collective, "small": "fused" if fused else "uncompressed"}
+        options = {"collective": collective, "small": small[0] if small else "uncompressed"}
         handle = compress(model, spec, min_numel=64, grad_scaler=scaler, early=cap == TINY, **options)
         now = [0]
 
@@ -83,7 +83,14 @@ def test_inf_in_one_gradient_of_one_rank_is_skipped_by_all(parameter, cap):
 
 
 def test_four_ranks():
-    specs = [SPECS[0], SPECS[2], SPECS[5], (*SPECS[0], "fused")]
+    specs = [
+        SPECS[0],
+        SPECS[2],
+        SPECS[5],
+        (*SPECS[0], "fused"),
+        (*SPECS[0], "fp16"),
+        (*SPECS[3], "randomk:density=0.5"),
+    ]
     check_skipped(run_ranks(break_one, 4, specs, "0.weight", TINY), specs)
 
 

@@ -79,6 +79,24 @@ class AllReduce(Exchange):
                 payload.fill_(0xFF)  # NaN in every dtype: the codec may have left out the element that is not finite
         self._parts.append(part)
 
+    def flag(self, finite: bool) -> None:
+        """Report by NaN in this exchange's own payloads whether other tensors of this rank are finite: sums have no
+        trailer.
+        """
+        super().flag(finite)
+        if self.findings is not None:
+            kernels.poison_all_if(self.findings.place(Findings.OWN), [part.view(self._dtype) for part in self._parts])
+        elif not finite:
+            for part in self._parts:
+                part.fill_(0xFF)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype in which payloads are added."""
+        dtype = self.operands[0].codec.sum_dtype(self.operands[0].dtype)
+        assert dtype is not None
+        return dtype
+
     @property
     def first_nbytes(self) -> int:
         return all_reduce_nbytes(sum(part.numel() for part in self._parts), self.peers.size)
@@ -89,9 +107,7 @@ class AllReduce(Exchange):
         stateful = any(operand.feedback is not None for operand in self.operands)
         if (self.measure or stateful) and len(self._parts) == 1:
             self._payloads = [payload.clone() for payload in self._payloads]  # the all-reduce works in place
-        wire_dtype = self.operands[0].codec.sum_dtype(self.operands[0].dtype)
-        assert wire_dtype is not None
-        values = self._sum.view(wire_dtype)
+        values = self._sum.view(self._dtype)
         values.div_(self.peers.size)  # before the sum, which could overflow 16 bits
         if self.peers.size > 1:
             sizes = [payload.numel() for payload in self._payloads]

@@ -196,7 +196,9 @@ class Exchange(ABC):
             self.sent[operand.key] = self.sent.get(operand.key, 0) + share
 
     def flag(self, finite: bool) -> None:
-        """Let this exchange's trailer also report whether other tensors of this rank are finite."""
+        """Let this exchange also report whether other tensors of this rank are finite: in its trailer, if it has one.
+        Call after :meth:`encode`, and before :meth:`job`.
+        """
         self._locally_finite &= finite
 
     def _encode_all(self, operands: Sequence[Operand]) -> None:
