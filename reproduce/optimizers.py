@@ -30,6 +30,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import ROUND_FLOOR, Context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -455,10 +456,11 @@ def warning(found: Sequence[Line]) -> list[str]:
         )
     lost = [error for line, error, _ in known if not line.within(_CLOSE)]
     if lost:
-        above = [line for line, error, _ in known if error >= min(lost)]
+        least = _rounded_down(min(lost))
+        above = [line for line, error, _ in known if error >= least]
         spared = [f"{_code(_short(line.spec))} with {NAMES[line.optimizer]}" for line in above if line.within(_CLOSE)]
         sentences.append(
-            f"Below a relative error of {min(lost):.2g} nothing lost more than {_CLOSE:g} %. At or above it "
+            f"Below a relative error of {least:g} nothing lost more than {_CLOSE:g} %. At or above it "
             f"{len(above) - len(spared)} of {len(above)} did{f'; these did not: {_listed(spared)}' if spared else ''}."
         )
     alike = [
@@ -514,6 +516,11 @@ def _said(line: Line | None) -> str:
     margin = "" if line.margin is None else f" ± {line.margin:.1f}"
     gap = "diverged" if line.gap is None else f"{line.gap:+.1f}{margin} %"
     return f"{_code(_short(line.spec))}: {line.ratio:.1f} times less, {gap}"
+
+
+def _rounded_down(error: float) -> float:
+    """Round to two digits, never up: what lies below the result lies below ``error``."""
+    return float(Context(prec=2, rounding=ROUND_FLOOR).create_decimal_from_float(error))
 
 
 def _short(spec: str) -> str:

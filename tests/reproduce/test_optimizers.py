@@ -206,6 +206,8 @@ def test_the_error_below_which_nothing_was_lost_is_named():
     assert warning(lines(ranked))[0].startswith(
         "Rank correlation of the gap with `handle.stats().total.relative_error`, over codecs: AdamW 1.00."
     )
+    (said,) = warning(lines([rows[0], row(TOP, 2.3, relative_error=0.03184)]))
+    assert said.startswith("Below a relative error of 0.031 nothing lost more than 1 %. At or above it 1 of 1 did")
     assert warning(lines(rows[:1])) == []
 
 
