@@ -11,6 +11,8 @@ HTML comments in a page say what its text says in words. Each stands on a line o
     Files of earlier runs are there. A page without this comment is one run of 2 ranks.
 ``<!-- not run: reason -->``
     The next block is only compiled. There should be almost none.
+``<!-- printed: by rank 0 -->``
+    The next block is what a run of the page prints.
 README.md and docs/index.md show lines without the script around them; readme.py, beside this file, stands for it. There
 a block that wraps the model begins a run.
 
@@ -45,7 +47,7 @@ EXCERPTS = (ROOT / "README.md", ROOT / "docs" / "index.md")
 _README = Path(__file__).parent / "readme.py"
 _FENCE = re.compile(r"(?P<indent> *)(?P<ticks>```+) *(?P<language>[^ `]*)(?P<rest>[^`]*)")
 _TITLE = re.compile(r'title="([^"]+)"')
-_COMMENT = re.compile(r" *<!-- *(run|not run): *(.*?) *-->")
+_COMMENT = re.compile(r" *<!-- *(run|not run|printed): *(.*?) *-->")
 _RANKS = re.compile(r"([1-9]) ranks?")
 _PRINTS = re.compile(r".*\S +# prints (.+)")
 
@@ -60,6 +62,7 @@ class Block:
     title: str = ""
     script: bool = False
     not_run: str = ""
+    printed: bool = False
 
     @property
     def runs(self) -> bool:
@@ -106,7 +109,7 @@ def read(path: Path) -> Page:
     blocks: list[Block] = []
     ranks, runs = 2, [(2, [])]
     before = path in EXCERPTS
-    not_run = ""
+    not_run, printed = "", False
     lines = iter(enumerate(path.read_text().splitlines(), start=1))
     for number, line in lines:
         comment, fence = _COMMENT.fullmatch(line), _FENCE.fullmatch(line)
@@ -120,6 +123,8 @@ def read(path: Path) -> Page:
                 if not runs[-1][1]:
                     runs.pop()
                 runs.append((ranks, []))
+            elif kind == "printed":
+                printed = True
             else:
                 not_run = said
         if not fence:
@@ -140,8 +145,9 @@ def read(path: Path) -> Page:
             title[1] if title else "",
             script=bool(fence["indent"]),
             not_run=not_run,
+            printed=printed,
         )
-        not_run = ""
+        not_run, printed = "", False
         blocks.append(block)
         if before and "DistributedDataParallel(model)" in block.text and runs[-1][1]:
             runs.append((ranks, []))
@@ -164,17 +170,23 @@ def run(page: Page, folder: Path, *, timeout_s: float = 240.0) -> None:
             (folder / block.title).write_text(block.text)
     for block in [*page.of("python"), *page.of("diff")]:
         compile(block.code, str(page.path), "exec")
+    every: set[str] = set()
     before = [(str(_README), 1, _README.read_text())] if page.before else []
     for ranks, blocks in page.runs:
         sources = [*before, *((str(page.path), block.line, block.code) for block in blocks)]
         printed = run_ranks(_run_sources, ranks, str(folder), _free_port(), sources, timeout_s=timeout_s, group=False)[
             0
         ]
+        every.update(printed.splitlines())
         for block in blocks:
             for line in block.text.splitlines():
                 expected = _PRINTS.fullmatch(line)
                 if expected:
                     assert expected[1] in printed.splitlines(), f"{page.name} says {line!r}, but printed:\n{printed}"
+    for block in page.blocks:
+        if block.printed:
+            missing = sorted(set(block.text.splitlines()) - every)
+            assert missing == [], f"{page.name}:{block.line} says {missing}, but printed: {sorted(every)}"
 
 
 def _free_port() -> int:

@@ -131,6 +131,13 @@ def test_a_page_that_says_what_is_not_printed_fails(tmp_path):
         pages.run(page, tmp_path)
 
 
+def test_a_page_that_shows_another_output_than_its_blocks_print_fails(tmp_path):
+    text = "<!-- run: 1 rank -->\n```python\nprint(6 * 7)\n```\n\n<!-- printed: by rank 0 -->\n```text\n{}\n```\n"
+    pages.run(a_page(tmp_path, text.format(42)), tmp_path)
+    with pytest.raises(AssertionError, match="'41'"):
+        pages.run(a_page(tmp_path, text.format(41)), tmp_path)
+
+
 def test_a_later_run_has_the_script_and_the_files_of_earlier_ones_on_as_many_ranks_as_it_says(tmp_path):
     first = "```python\nopen(f'rank-{dist.get_rank()}', 'w').close()\n```\n"
     second = "```python\nimport os\nprint(dist.get_world_size(), os.path.exists('rank-1'))  # prints 3 True\n```\n"
