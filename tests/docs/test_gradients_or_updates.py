@@ -57,13 +57,24 @@ def test_losses_are_those_of_the_record():
         assert float(loss) == pytest.approx(math.log(own.mean), abs=5e-4)
         assert above == [told_above(own.name, "shakespeare"), told_above(own.name, "gpt")], called
     gradients, updates = (f"{100 * above_gradients(name):.0f} %" for name in ("gradients, top 1%", "updates, top 1%"))
-    said = f"the largest 1 % of gradients raised the loss by {gradients}, the largest 1 % of updates by {updates}"
-    assert said in (ROOT / "docs/how-to/loss-got-worse.md").read_text()
-    assert f"[cost {gradients}]" in (ROOT / "docs/how-to/choose-a-codec.md").read_text()
     rounds_of_two_bits = f"{100 * above_gradients('every 15, 2 bits, in place'):.0f} %"
-    of_updates = f"in 2,282 steps: the largest 1 % of them [{updates}](docs/results/local.md)"
-    on_another = f"(on another text {100 * compared('every 15, 2 bits, in place', task='gpt').mean:.0f} %)"
-    said = f"{of_updates}, and rounds in 2 bits {rounds_of_two_bits} {on_another}"
+    first, second, third = (
+        f"{100 * compared(name, task='gpt').mean:.0f}"
+        for name in ("gradients, top 1%", "updates, top 1%", "every 15, 2 bits, in place")
+    )
+    on_another = f"on another text by {first}, {second} and {third} % ([figures]"
+    said = f"the largest 1 % of gradients raised the loss by {gradients}, the largest 1 % of updates by {updates}, and "
+    said += f"rounds of updates in 2 bits by {rounds_of_two_bits}; {on_another}"
+    assert said in " ".join((ROOT / "docs/how-to/loss-got-worse.md").read_text().split())
+    choose = (ROOT / "docs/how-to/choose-a-codec.md").read_text()
+    assert (
+        f"[cost {gradients}](../explanation/gradients-or-updates.md#what-was-measured) (on another text {first} %)"
+        in choose
+    )
+    said = (
+        f"the largest 1 % of gradients lost {gradients}, the largest 1 % of updates [{updates}](docs/results/local.md)"
+    )
+    said += f", and rounds of updates in 2 bits {rounds_of_two_bits} (on another text {first}, {second} and {third} %)."
     assert said in (ROOT / "README.md").read_text()
     flowing = page.replace("\n", " ")
     signs = f"{100 * above_gradients('gradients, sign'):.0f} %"
