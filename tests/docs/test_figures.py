@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -337,9 +338,98 @@ def of_updates() -> Iterator[Said]:
     yield Said(page, f"% more, at {sent[most] / whole:.0f} times less traffic, if each element")
 
 
+#: As the page says it → the names of rows of the record, without their learning rates.
+_MOMENTUM = {
+    "gradients, uncompressed": "gradients",
+    "updates, uncompressed": "updates",
+    "updates, uncompressed, optimizers' moments averaged every 10 steps": "updates, moments averaged every 10 steps",
+    "updates, 2 bits": "updates, 2 bits",
+    "momentum, 0/1 Adam with few second moments": "0/1 Adam, rarer",
+    "updates, signs": "updates, signs",
+    "momentum, 0/1 Adam as published": "0/1 Adam",
+    "updates, largest 1 %": "updates, top 1 %",
+    "momentum, DeMo": "DeMo",
+}
+
+
+def of_candidates() -> Iterator[Said]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in trained("candidates")["rows"]:
+        if row["perplexity"] is not None:
+            found.setdefault(row["name"], []).append((row["perplexity"], row["dense_nbytes"] / row["nbytes"]))
+    for called, name in _MOMENTUM.items():
+        rates = [rows for own, rows in found.items() if re.fullmatch(rf"{re.escape(name)}, rate [\d.]+", own)]
+        assert len(rates) == 3, name
+        loss, less = min([statistics.mean(each) for each in zip(*rows, strict=True)] for rows in rates)
+        times = f"{less:.1f}" if less < 9.5 and round(less, 1) != 1.0 else f"{less:.0f}"
+        yield Said("docs/explanation/gradients-or-updates.md", f"| {called} | {times} × | {loss:.2f} |")
+    claims = dict(
+        re.findall(
+            r"^\| ([^|]+) \| ([+-][\d.]+ % ± [\d.]+) %",
+            (ROOT / "docs/results/candidates.md").read_text(),  # which a test holds to the record
+            re.MULTILINE,
+        )
+    )
+
+    def told(claim: str, digits: int = 0) -> str:
+        mean, margin = claims[claim].split(" % ± ")
+        return f"{float(mean):+.{digits}f} ± {float(margin):.{digits}f} %"
+
+    two, four = (told(f"two half rounds lose less than one round, rank {rank}")[1:] for rank in (2, 4))
+    low = "docs/how-to/powersgd.md"
+    yield Said(low, f"by {two} at rank 2 and {four} at rank 4.")
+    half, once = (
+        told(claim)
+        for claim in (
+            "two half rounds train a better model than one round, rank 4",
+            "half a round of twice the rank trains a better model than one round",
+        )
+    )
+    yield Said(low, f"which is {half} with two half rounds and {once} with a half round of twice the rank")
+    choose = "docs/how-to/choose-a-codec.md"
+    kept = "uniform:bits=2,symmetric=true+ef:store=int8 {} at most 2% worse than in float32"
+    model = told(kept.format("trains a model"), 2).lstrip("+")
+    error = told(kept.format("loses"), 1).lstrip("+")
+    yield Said(
+        choose, f"With `int8` the difference is {model}, and the error that adds up over training is {error} larger"
+    )
+    faded = told("a residual that decays by 10 % a step trains a better model")[1:]
+    yield Said(choose, f"ended at a perplexity {faded} lower with this decay than without, over three seeds")
+    dgc = [
+        statistics.mean(loss for loss, _ in found[spec])
+        for spec in ("dgc:density=0.0164,values=fp16", "dgc:density=0.0245,values=int8", "dgc:density=0.01")
+    ]
+    yield Said("docs/how-to/dgc.md", "perplexity {:.2f} and {:.2f} beside {:.2f}, which".format(*dgc))
+
+
+def of_loops() -> Iterator[Said]:
+    older, newer = (bench(f"kernels-h100{ending}", "loop") for ending in ("", "-topk"))
+
+    def share(*loops: str, of: dict[Any, dict[str, Any]] = older, between: str = " / ") -> str:
+        return between.join(f"{100 * of[loop]['bandwidth_share']:.0f}" for loop in loops)
+
+    page = "docs/reference/kernels.md"
+    encoded = share("uniform-8bit-nearest-encode", "uniform-4bit-stochastic-encode", "uniform-2bit-stochastic-encode")
+    others = f"{share('qsgd-4bit-encode')} %; {share('sign-encode')} %"
+    yield Said(page, f"| quantize, 8 / 4 / 2 bits; qsgd; sign | {encoded} %; {others} |")
+    decoded = share(*(f"uniform-{bits}bit-decode-accumulate" for bits in (8, 4, 2)))
+    yield Said(page, f"| decode and add, 8 / 4 / 2 bits | {decoded} % |")
+    kept = share("residual-keep-16", "residual-keep-8", "residual-read-8", between=", ")
+    yield Said(page, f"| residuals kept in 16 and 8 bits, read from 8 | {kept} % |")
+    ways = [share(*(f"activation-{way}-{bits}" for bits in (8, 4))) for way in ("quantize", "dequantize")]
+    masks = share("activation-mask", "activation-apply-mask", between=" to ")
+    yield Said(page, f"| {ways[0]} %, {ways[1]} %, {masks} % |")
+    compensate = (share(loop, of=newer) for loop in ("compensate", "all-finite"))
+    yield Said(page, "| compensate; all-finite, whose answer the host waits for | {} %; {} % |".format(*compensate))
+    top = share("ef-topk-encode", "ef-topk-1%-encode", of=newer, between=", ")
+    yield Said(page, f"| {top} %; {share('dgc-momentum-select-mask', of=newer)} % |")
+    select = share("topk-exact-select", "topk-sampled-select", "threshold-select", of=newer, between=" %; ")
+    yield Said(page, f"| exact top-k alone; from a sample; threshold | {select} % |")
+
+
 def figures() -> Iterator[Said]:
     """All that is compared."""
-    for source in (of_optimizers, of_steps_behind_links, of_memory, of_training, of_updates):
+    for source in (of_optimizers, of_steps_behind_links, of_memory, of_training, of_updates, of_candidates, of_loops):
         yield from source()
 
 
