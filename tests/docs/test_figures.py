@@ -308,6 +308,26 @@ def of_training() -> Iterator[Said]:
     )
 
 
+def of_stages() -> Iterator[Said]:
+    guide = "docs/how-to/pipeline.md"
+    short = {row["name"]: row for row in trained("model_parallel")["groups"] if row["epochs"] == 5}
+    plain = short["dense"]["scores"][0]  # of the seed that all others have
+    yield Said(guide, f"| uncompressed | {plain:.1f} % |")
+    noise = short["top 50%"]["margin"]
+    assert all(row["margin"] == noise for name, row in short.items() if name != "dense")
+    yield Said(guide, f"The images had one seed, so differences below {noise:.2f} points are within the noise")
+    for called, name, digits in (
+        ("4 bits both ways, groups of 128 (the default)", "fw4-bw4 in groups", 1),
+        ("4 bits both ways, one range per tensor", "fw4-bw4", 1),
+        ("half of the elements", "top 50%", 1),
+        ("a tenth of the elements", "top 10%", 0),
+        ("the same with `ef21`", "EF21 + top 10%", 0),
+    ):
+        yield Said(guide, f"| {called} | {short[name]['mean']:.{digits}f} % |")
+    largest = apart("model_parallel", "gpt", "top 10% from the start")
+    yield Said(guide, f"| largest tenth both ways | {largest} |")
+
+
 def of_updates() -> Iterator[Said]:
     few, most = "every 15, 2 bits, in place", "every 15, top 1/16, 2 bits, in place"
 
@@ -330,6 +350,15 @@ def of_updates() -> Iterator[Said]:
         f"the largest 16th lost {lost(most, 'shakespeare')} on one text and {lost(most, 'gpt')} on another (three "
         f"seeds), at {sent[most]:.0f} times less traffic.",
     )
+    for called, name in {
+        "uncompressed, as above": "every 15, DiLoCo",
+        "2 bits, in place": few,
+        "largest 16th in 2 bits, in place": most,
+    }.items():
+        both = " | ".join(f"+{lost(name, task)}" for task in ("shakespeare", "gpt"))
+        yield Said("docs/how-to/peers.md", f"| {called} | {sent[name]:.0f} × | {both} |")
+    means = " and ".join(each.split(" ")[0] for each in (one, other))
+    yield Said("docs/how-to/plan.md", f"on two texts they lost {means} %, more than the default tolerance")
     page = "docs/explanation/gradients-or-updates.md"
     whole = sent["every 15, DiLoCo"]
     yield Said(
@@ -483,6 +512,7 @@ def figures() -> Iterator[Said]:
         of_steps_behind_links,
         of_memory,
         of_training,
+        of_stages,
         of_updates,
         of_candidates,
         of_loops,
