@@ -173,15 +173,16 @@ FEATURES = {
 
 
 def beside_plain(rank, world_size, feature, specs):
-    """Parameters after plain DDP, then after each spec; and what was logged."""
+    """Parameters after plain DDP, then after each spec (or spec and ``small=``); and what was logged."""
     make, options, steps = FEATURES[feature]
     plain = wrap(make(), **options)
     steps(plain, rank)
     results, messages = [flat(plain)], []
     for spec in specs:
+        spec, small = (spec, "uncompressed") if isinstance(spec, str) else spec  # noqa: PLW2901
         model = wrap(make(), **options)
         with heard() as said:
-            handle = compress(model, spec, min_numel=64)
+            handle = compress(model, spec, min_numel=64, small=small)
             steps(model, rank)
         results.append(flat(model))
         messages.append(said)
@@ -192,6 +193,7 @@ def beside_plain(rank, world_size, feature, specs):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_agrees_with_plain_ddp_to_the_bit(feature):
     specs = ["none", "none+ef", LOSSLESS, LOSSLESS + "-mixed"]
+    specs += [(LOSSLESS, "none")] if feature == "mixed dtypes" else []  # vectors of two dtypes
     answers = run_ranks(beside_plain, 2, feature, specs)
     start = flat(FEATURES[feature][0]())
     for results, _ in answers:

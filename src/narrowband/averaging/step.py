@@ -13,6 +13,7 @@ rolls feedback back if a flag is set, and then fills all averages with NaN.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from dataclasses import dataclass
@@ -331,11 +332,8 @@ class Step:
         return exchange
 
     def _send(self, exchange: Exchange) -> None:
-        if not self._layers.stateful:  # nothing to commit, so averages are written when they arrive
-            self._start(exchange.job(), lambda: exchange.deliver(good=True))
-        else:
-            decides = not (self._flagged and exchange.decided_by_encoding)
-            self._start(exchange.job(), lambda: self._arrived.append(exchange), decides=decides)
+        decides = not (self._flagged and exchange.decided_by_encoding)
+        self._start(exchange.job(), functools.partial(self._arrive, exchange), decides=decides)
 
     def _send_small(self, *, last: bool) -> None:
         """Send small parameters, as one vector per dtype, uncompressed or fused. Early vectors are sent when they are
@@ -365,19 +363,23 @@ class Step:
         """Compress and send vectors of small parameters."""
         layer = self._layers.vector(self.codec) if self.compressing else self._layers.uncompressed()
         first = len(self._layers.parameters.by_tensor)  # after the indices of layers
-        exchange = self._new_exchange(
-            layer,
-            [
-                self._operand(vector.key, flat, flat.shape, layer, first + at)
-                for at, (vector, flat) in enumerate(vectors.items())
-            ],
-        )
-        self._encoded_finite &= exchange.encode()
-        exchange.flag(self._encoded_finite)
-        if not self._layers.stateful:
-            self._start(exchange.job(), lambda: exchange.deliver(good=True))
+        kinds: dict[str, list[Operand]] = {}
+        for at, (vector, flat) in enumerate(vectors.items()):
+            operand = self._operand(vector.key, flat, flat.shape, layer, first + at)
+            kinds.setdefault(layer.collective.kind_of(layer.codec, operand.dtype), []).append(operand)
+        exchanges = [self._new_exchange(layer, operands) for _, operands in sorted(kinds.items())]
+        for exchange in exchanges:
+            self._encoded_finite &= exchange.encode()
+        for exchange in exchanges:
+            exchange.flag(self._encoded_finite)
+            self._start(exchange.job(), functools.partial(self._arrive, exchange))
+
+    def _arrive(self, exchange: Exchange) -> None:
+        """Take an exchange that has arrived: with feedback, its averages wait for the decision to commit the step."""
+        if self._layers.stateful:
+            self._arrived.append(exchange)
         else:
-            self._start(exchange.job(), lambda: self._arrived.append(exchange))
+            exchange.deliver(good=True)
 
     def _place_of_small(self, part: Tensor, parameter: Parameter, out: Tensor) -> tuple[Tensor, Tensor]:
         """Return the place of a small parameter in its vector, and the gradient to copy there."""
