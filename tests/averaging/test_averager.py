@@ -338,6 +338,21 @@ def shards_apart(rank, world_size):
     return mixed, torch.equal(before, model.weight.grad.full_tensor())
 
 
+def mistaken_beside_shards(rank, world_size):
+    """What is heard of a mistake on one rank, where ranks share a replica and each averages alone."""
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("nodes", "shards"))
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh["shards"])
+    group = mesh["nodes"].get_group()
+    return refusal(lambda: nb.Averager(model, "zip" if rank == 1 else "none", process_group=group))
+
+
+def test_a_mistake_of_one_rank_is_told_to_those_that_hold_other_shards():
+    told, own = run_ranks(mistaken_beside_shards, 2)
+    assert own[0] == "ValueError"
+    assert told[0] == "DisagreementError"
+    assert "unknown codec 'zip'" in told[1]
+
+
 def test_different_shards_are_never_averaged():
     for mixed, same in run_ranks(shards_apart, 2):
         assert same

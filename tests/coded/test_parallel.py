@@ -247,6 +247,14 @@ def randomness(rank, world_size):
             loss_of(model(x), y).backward()
     model.zero_grad()
     loss_of(model(x), y).backward()
+    averages.append(gradient(model))
+    if rank == 1:
+        weight = model.module[4].weight
+        hook = weight.register_hook(lambda gradient: gradient @ gradient)  # of shapes that do not fit
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            loss_of(model(x), y).backward()
+        hook.remove()
+    loss_of(model(x), y).backward()
     return own == before, torch.equal(first, second), [*averages, gradient(model)]
 
 
@@ -254,7 +262,7 @@ def test_dropout_is_that_of_the_block_and_leaves_the_users_random_numbers_alone(
     results = run_ranks(randomness, 3)
     assert all(mine for mine, _, _ in results)
     assert not any(same for _, same, _ in results)
-    for step in range(2):
+    for step in range(3):
         assert all_equal([averages[step] for _, _, averages in results])
 
 

@@ -278,6 +278,20 @@ def test_scatter_reduce_sends_what_its_table_says_also_where_tensors_are_not_cut
             assert nbytes == pytest.approx(2 * (size - 1) / size * payload, rel=0.03 if spec == "sign" else 0.01), spec
 
 
+def unbiased(rank, world_size):
+    """The mean of what is delivered of many elements of 0.3, in buckets whose largest element is 1."""
+    x = torch.full((64 * 1000,), 0.3)
+    x[::64] = 1.0
+    items = operands_of([x], nb.codec("qsgd:bits=2,bucket=64"))
+    average("scatter_reduce", items, rank, world_size)
+    return float(items[0].average[x < 1].mean())
+
+
+def test_a_mean_is_rounded_by_other_random_numbers_than_its_parts_which_would_shift_it():
+    for mean in run_ranks(unbiased, 2):
+        assert mean == pytest.approx(0.3, abs=0.01)
+
+
 def test_norms_are_those_of_the_own_gradient_and_its_loss():
     ways = [("all_reduce", "randomk:density=0.1"), ("all_gather", "topk:density=0.05"), ("all_gather", "qsgd:bits=4")]
     answers = run_ranks(average_by_all_ways, 2, ways, torch.float32, SHAPES)

@@ -320,6 +320,24 @@ def test_a_policy_goes_on_to_the_bit_where_it_was_stopped(name):
         assert same(dict(enumerate(e for e, _ in ends)), dict(enumerate(e for e, _ in results[0])))
 
 
+def refused_state(rank, world_size):
+    """What is said of a state that rank 1 cannot load, and what rank 0's policy knows before and after that."""
+    handle = compress(model := wrap(mlp(), TINY), policies()["accordion"], min_numel=64)
+    train(model, rank, range(5))
+    before, state = handle.state_dict(), handle.state_dict()
+    state["controller"]["policy"] = {"0.weight": "large"} if rank == 1 else {"0.weight": 7.0}
+    refused = refusal(lambda: handle.load_state_dict(state))
+    return refused, *(each["controller"]["policy"] for each in (before, handle.state_dict()))
+
+
+def test_a_state_that_one_rank_cannot_load_leaves_policies_as_they_were():
+    for rank, (refused, before, after) in enumerate(run_ranks(refused_state, 2)):
+        assert refused[0] == ("ValueError" if rank == 1 else "DisagreementError")
+        assert "accordion: the state holds 'large' as the norm of '0.weight'" in refused[1]
+        assert after == before
+        assert bool(before) == (rank == 0)
+
+
 def what_cannot_be(rank, world_size):
     model = wrap(mlp(), TINY)
     other = plan_of(MIXED)

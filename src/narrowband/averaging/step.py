@@ -367,10 +367,9 @@ class Step:
         for at, (vector, flat) in enumerate(vectors.items()):
             operand = self._operand(vector.key, flat, flat.shape, layer, first + at)
             kinds.setdefault(layer.collective.kind_of(layer.codec, operand.dtype), []).append(operand)
-        exchanges = [self._new_exchange(layer, operands) for _, operands in sorted(kinds.items())]
-        for exchange in exchanges:
-            self._encoded_finite &= exchange.encode()
-        for exchange in exchanges:
+        for _, operands in sorted(kinds.items()):
+            exchange = self._new_exchange(layer, operands)
+            exchange.encode()
             exchange.flag(self._encoded_finite)
             self._start(exchange.job(), functools.partial(self._arrive, exchange))
 
