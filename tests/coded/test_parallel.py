@@ -249,6 +249,8 @@ def randomness(rank, world_size):
     loss_of(model(x), y).backward()
     averages.append(gradient(model))
     if rank == 1:
+        with model.no_sync():
+            loss_of(model(x), y).backward()
         weight = model.module[4].weight
         hook = weight.register_hook(lambda gradient: gradient @ gradient)  # of shapes that do not fit
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
