@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
 from tests.digests import GRADIENTS, WITH_OPTIONS, Odd, data
-from tests.gradients.training import flat, loss_of, mlp, refusal
+from tests.gradients.training import flat, heard, loss_of, mlp, refusal
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 
@@ -305,6 +305,34 @@ def test_parameters_that_are_new_in_a_module_are_an_error():
         assert replaced[1].startswith("gradients of 0.weight and 3 more are not averaged")
         assert added[1].startswith("gradients of 1.weight and 1 more are not averaged")
     assert run_ranks(anew, 2, "parameters") == [([None, None], 1)] * 2  # nobody can know of others
+
+
+def too_early(rank, world_size):
+    """What is said of averages before the first backward; and of one after it, where this rank lacks some gradients."""
+    said = []
+    for early in (True, False):
+        model = mlp()
+        averager = nb.Averager(model, "none", min_numel=64)
+        with heard() as messages:
+            for step in range(2):
+                model.zero_grad()
+                loss = loss_of(model, step, rank)
+                for when in (True, False):
+                    if when is early:
+                        averager.average()
+                    if when:
+                        loss.backward()
+                        model[0].weight.grad = None
+        said.append(messages)
+    return said
+
+
+def test_an_average_before_the_first_backward_is_said_once():
+    (early, after), of_second = run_ranks(too_early, 2)
+    (message,) = early
+    assert message.startswith("average() found no gradient, so it has averaged nothing but zeros.")
+    assert after == []
+    assert of_second == [[], []]
 
 
 def layers_that_exclude_each_other(rank, world_size):

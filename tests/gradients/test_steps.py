@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import narrowband as nb
 from tests.gradients.training import compress, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
@@ -296,3 +297,65 @@ def test_a_model_that_is_converted_after_set_up_is_an_error(kind):
                 "gradient of 6.bias has dtype torch.bfloat16, but torch.float32 when compression was set up" in error[1]
             )
         assert steps == 2
+
+
+# ---- what was forgotten at set-up ------------------------------------------------------------------------------------
+
+
+def said_of(kind, rank, *, spec=SPEC, scaler=None, told=True, trained=0, loaded=False, created=False):
+    """What is said of a run that steps by a scaler, or goes on after ``trained`` steps of another run."""
+    model = model_of(kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps optimizer.step
+
+    def train_for(steps):
+        for step in steps:
+            scaler.scale(loss_of(model, step, rank)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.zero_grad()
+
+    state = None
+    if trained:
+        before = compress(model, spec, min_numel=64, grad_scaler=scaler)
+        train_for(range(trained))
+        state = before.state_dict()
+        before.remove()
+    if created:
+        get_optimizer_state_dict(model, optimizer)
+    handle = compress(model, spec, min_numel=64, grad_scaler=scaler if told else None)
+    if loaded:
+        handle.load_state_dict(state)
+    with heard() as messages:
+        train_for(range(trained, trained + 3))
+    return messages
+
+
+def said_of_set_ups(rank, world_size, kind):
+    def on():
+        return torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    cases = {
+        "scaler": {"scaler": on(), "told": False},
+        "scaler given": {"scaler": on()},
+        "scaler off": {"told": False},
+        "scaler, nothing kept": {"scaler": on(), "told": False, "spec": "qsgd:bits=4"},
+        "resumed": {"trained": 3},
+        "resumed, loaded": {"trained": 3, "loaded": True},
+        "resumed, nothing kept": {"trained": 3, "spec": "qsgd:bits=4"},
+        "state created": {"created": True},
+    }
+    return {name: said_of(kind, rank, **case) for name, case in cases.items()}
+
+
+@KINDS
+def test_a_scaler_or_a_state_that_was_forgotten_is_said_once_by_one_rank(kind):
+    first, second = run_ranks(said_of_set_ups, 2, kind)
+    assert not any(second.values())
+    (scaler,) = first.pop("scaler")
+    assert scaler.startswith("a GradScaler steps the optimizer, and compress_gradients was not given it.")
+    (resumed,) = first.pop("resumed")
+    assert resumed.startswith("Adam has stepped before, but residuals begin empty.")
+    assert not any(first.values())

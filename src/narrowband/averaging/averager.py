@@ -129,6 +129,11 @@ class Averager(Handle):
         module = None if self._module is None else self._module()
         self.layers.parameters.check_all_known(self._parameters if module is None else module.named_parameters())
         by_tensor = self.layers.parameters.by_tensor
+        if not self.step and all(p.grad is None for p in by_tensor):
+            self.layers.warn_once(
+                "average() found no gradient, so it has averaged nothing but zeros. Call it after backward(), before "
+                "optimizer.step() and optimizer.zero_grad(). If this rank had no data, ignore this warning"
+            )
         groups = list(groups_of(by_tensor, alone=self._is_sparse))
         futures = []
         for at, parameters in enumerate(groups):

@@ -80,7 +80,7 @@ class DDPCompression(GradientCompression):
         self._coming: list[list[str]] = []
         self._hook = weakref.ref(hook)
         self._model = weakref.ref(model)
-        self._steps = Steps(self, (p for _, p in averaged_by(model))) if self.size > 1 else None
+        self._steps = Steps(self, (p for _, p in averaged_by(model)), settings.grad_scaler) if self.size > 1 else None
         hook.attach(self)
 
     def _delivers_all(self, *, in_backward: bool) -> bool:

@@ -115,7 +115,7 @@ class ModuleCompression(GradientCompression):
         if warning := rounded(module.named_parameters()):
             self.layers.warn_once(warning)
         self._reset()
-        self._steps = Steps(self, by_tensor) if self.size > 1 else None
+        self._steps = Steps(self, by_tensor, settings.grad_scaler) if self.size > 1 else None
         own = weakref.ref(self)
         self._arrivals: dict[Tensor, RemovableHandle] = {p: _tell_of_arrival(p, own) for p in by_tensor}
         self._of_model = model.register_forward_hook(Outputs(own))

@@ -12,15 +12,20 @@ Feedback assumes that every average is used exactly once. Some training loops br
 
 The check uses PyTorch's global hooks, which run at every step of every optimizer in the process. Cases 1 and 4 raise an
 error; cases 2 and 3 may be intended, and log a warning.
+
+The first step that uses an average also shows what was forgotten at set-up, and a warning says so: a gradient scaler
+(:func:`_scaler_of_this_step`), and the state of a run that resumes (:func:`_has_trained`).
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowband.averaging.core import is_in_backward
@@ -30,9 +35,8 @@ from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
-    import torch
     from torch import Tensor
 
     from narrowband.averaging.layers import Layers
@@ -45,6 +49,10 @@ __all__ = ["STEPS_WITHOUT_AVERAGE", "Averages", "Steps", "Turn"]
 #: The step in a row with gradients that were not averaged at which an optimizer raises an error. A single one may be
 #: the user's own warm-up; three in a row are a training loop.
 STEPS_WITHOUT_AVERAGE = 3
+
+#: How many callers of an optimizer's step are searched for a gradient scaler. PyTorch, schedules of the learning rate
+#: and trainers wrap the method, each in a frame or two.
+_CALLERS = 24
 
 
 class Averages(Protocol):
@@ -61,6 +69,10 @@ class Averages(Protocol):
     @property
     def removed(self) -> bool:
         """Whether the handle was removed and averages nothing any more."""
+
+    @property
+    def step(self) -> int:
+        """How many steps were averaged, also before a resume whose state was loaded."""
 
     def stats(self) -> Stats[StepStats]:
         """Statistics of the steps so far."""
@@ -98,15 +110,20 @@ class Steps:
     Args:
         handle: the handle that averages. It keeps this object alive, not the other way round.
         parameters: the parameters whose gradients the handle averages, as optimizers know them.
+        scaler: the gradient scaler that the handle was given.
     """
 
-    def __init__(self, handle: Averages, parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self, handle: Averages, parameters: Iterable[Tensor], scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         self._handle = weakref.ref(handle)
+        self._scaler = scaler
         self._ours = {id(p): weakref.ref(p) for p in parameters if p.requires_grad}
         self._state = Turn.USED
         #: The id of the optimizer that is stepping now; None between two steps; "nobody" before the first.
         self._stepping: int | Literal["nobody"] | None = "nobody"
         self._momentum_said = False
+        self._set_up_checked = False
         #: How many steps in a row each optimizer has made with gradients that were not averaged.
         self._local: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _listen()
@@ -177,6 +194,10 @@ class Steps:
                 "after backward has returned"
             )
         before, self._state = self._state, Turn.USED
+        if before is Turn.AVERAGED and not self._set_up_checked:
+            self._set_up_checked = True
+            if handle.layers.stateful:
+                self._check_set_up(optimizer, handle)
         if before is not Turn.CALLED or handle.paused:
             return
         self._local[optimizer] = steps = self._local.get(optimizer, 0) + 1
@@ -206,6 +227,23 @@ class Steps:
             cycles = "If a learning rate schedule changes the momentum, pass cycle_momentum=False to the schedule"
             handle.layers.warn_once(f"{error}. {cycles}" if observer is not None and observer.momentum else f"{error}")
 
+    def _check_set_up(self, optimizer: torch.optim.Optimizer, handle: Averages) -> None:
+        """Warn of a scaler that the handle was not given, and of a run that resumes without the handle's state."""
+        scaler = _scaler_of_this_step()
+        if scaler is not None and scaler is not self._scaler:
+            handle.layers.warn_once(
+                "a GradScaler steps the optimizer, and compress_gradients was not given it. What has not been sent yet "
+                "is then added to later gradients in the unit of an old loss scale. Pass grad_scaler= to "
+                "compress_gradients"
+            )
+        if handle.step <= 1 and any(_has_trained(optimizer.state.get(p, {})) for p in self._of(optimizer)):
+            handle.layers.warn_once(
+                f"{type(optimizer).__name__} has stepped before, but residuals begin empty. If this run resumes from a "
+                "checkpoint, load handle.state_dict() from it as well; otherwise what had not been sent never arrives. "
+                "(narrowband.integrations does that in Accelerate, Lightning and Transformers.) If compression begins "
+                "in the middle of a run on purpose, ignore this warning"
+            )
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped. Averages that its closure made count as used."""
         if self._stepping == id(optimizer):
@@ -228,6 +266,32 @@ def _says_something(p: Tensor) -> bool:
         return False
     x = local(p.grad)
     return bool((x._values() if x.is_sparse else x).any())
+
+
+def _scaler_of_this_step() -> torch.amp.GradScaler | None:
+    """Return the gradient scaler whose ``step`` has called the optimizer's; None if nobody scales gradients.
+
+    A scaler leaves no trace on most optimizers, but it is among the callers.
+    """
+    step = torch.amp.GradScaler.step.__code__
+    frame = sys._getframe()
+    for _ in range(_CALLERS):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        if frame.f_code is step:
+            scaler = frame.f_locals["self"]
+            return scaler if scaler.is_enabled() else None
+    return None
+
+
+def _has_trained(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state of a parameter comes from training. Waits for the parameter's device.
+
+    ``torch.distributed.checkpoint.state_dict`` makes one step with gradients of zero in order to create the state.
+    """
+    steps, velocity = state.get("step", 0), state.get("momentum_buffer")
+    return float(steps) > 1 or (velocity is not None and bool(local(velocity).any()))
 
 
 _all: weakref.WeakSet[Steps] = weakref.WeakSet()
