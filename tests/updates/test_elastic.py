@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ from tests.updates.training import nesterov
 
 
 def as_peers(rank, world_size, address, specs):
-    found = []
+    found, hook = [], sys.excepthook
     for spec in specs:
         model, optimizer, handle = join(address, rank, spec, begin_with=world_size, run=spec)
         train(model, rank, range(7), optimizer)
         found.append((flat(model), handle.rounds, handle.steps, handle.stats().total.steps))
         handle.remove()
-    return found, dist.is_initialized()
+    return found, dist.is_initialized(), sys.excepthook is hook
 
 
 def as_replicas(rank, world_size, specs):
@@ -44,7 +45,7 @@ def test_peers_meet_by_ipv6(store):
         held = serve(0, "::1")
     except OSError:
         pytest.skip("this machine has no IPv6")
-    for ((_, rounds, steps, exchanges),), left_behind in run_ranks(
+    for ((_, rounds, steps, exchanges),), left_behind, _ in run_ranks(
         as_peers, 2, f"[::1]:{held.port}", ["none"], group=False
     ):
         assert (rounds, steps, exchanges, left_behind) == (4, 1, 3, False)
@@ -53,8 +54,9 @@ def test_peers_meet_by_ipv6(store):
 def test_peers_of_which_none_is_missing_are_replicas_to_the_bit(store):
     fixed = run_ranks(as_replicas, 3, SPECS)
     results = run_ranks(as_peers, 3, store, SPECS, group=False)
-    for (found, left_behind), expected in zip(results, fixed, strict=True):
+    for (found, left_behind, same_hook), expected in zip(results, fixed, strict=True):
         assert not left_behind
+        assert same_hook  # otherwise each link would put one more "[rank0]: " before every line of a traceback
         for (parameters, rounds, steps, exchanges), same in zip(found, expected, strict=True):
             assert torch.equal(parameters, same)
             assert (rounds, steps, exchanges) == (4, 1, 3)  # the first round is the beginning, in which nothing is sent

@@ -28,6 +28,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -395,6 +396,7 @@ class ElasticUpdateCompression(UpdateCompression):
     def _open(self, view: View) -> dist.ProcessGroup:
         """Connect the peers of a view."""
         self._view = view
+        hook = sys.excepthook
         dist.init_process_group(
             "gloo",
             store=self._meeting.store_of(view),
@@ -402,6 +404,8 @@ class ElasticUpdateCompression(UpdateCompression):
             world_size=view.size,
             timeout=timedelta(seconds=self._rules.exchange_s),
         )
+        # PyTorch wraps the hook each time, to write a rank before every line. Here the rank differs from link to link.
+        sys.excepthook = hook
         group = dist.group.WORLD
         assert group is not None
         return group
