@@ -318,3 +318,54 @@ def test_what_has_been_done_is_not_kept_alive():
         time.sleep(0.01)
     assert gone() is None
     bench.engine.close()
+
+
+class Held:
+    """A transfer under way, whose callback stays held after it was called, as torch's threads hold it for a while."""
+
+    def __init__(self, callbacks):
+        self._callbacks = callbacks
+
+    def get_future(self):
+        return self
+
+    def add_done_callback(self, callback):
+        self._callbacks.append(callback)
+
+    def wait(self):
+        pass
+
+
+def until(what):
+    deadline = time.monotonic() + 60
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return what()
+
+
+def test_whoever_releases_a_callback_last_releases_no_work_and_the_engine_waits_for_it():
+    """Torch's thread must need the interpreter's lock no more once the engine is closed: the interpreter may exit."""
+    bench, callbacks, works = Bench(), [], []
+
+    def issue():
+        work = Held(callbacks)
+        works.append(weakref.ref(work))
+        return work
+
+    def job():
+        yield Transfer(issue)
+
+    bench.start(job(), "job")
+    assert until(lambda: callbacks)
+    callbacks[0](None)
+    bench.wait(1)
+    assert not bench.errors
+    assert until(lambda: works[0]() is None)
+
+    closing = threading.Thread(target=bench.engine.close)
+    closing.start()
+    closing.join(timeout=0.2)
+    assert closing.is_alive()
+    callbacks.clear()
+    closing.join(timeout=60)
+    assert not closing.is_alive()

@@ -96,8 +96,9 @@ class Engine(SerialExecutor):
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        #: Callbacks that torch's threads still have to call or to release.
-        self._callbacks: weakref.WeakSet[Callable[[Any], None]] = weakref.WeakSet()
+        #: Callbacks that torch's threads have to call and to release, and some that they have released. A WeakSet would
+        #: run Python code in torch's thread after the release.
+        self._callbacks: deque[weakref.ref[Callable[[Any], None]]] = deque()
         self.wire_seconds = 0.0
         self.error: BaseException | None = None
 
@@ -121,8 +122,14 @@ class Engine(SerialExecutor):
         """
         super().close()
         deadline = time.monotonic() + 5.0
-        while len(self._callbacks) and time.monotonic() < deadline:
+        while self._is_held() and time.monotonic() < deadline:
             time.sleep(0.001)
+
+    def _is_held(self) -> bool:
+        """Whether a thread of torch still has to release a callback."""
+        while self._callbacks and self._callbacks[0]() is None:
+            self._callbacks.popleft()
+        return bool(self._callbacks)
 
     # ---- on the engine's thread --------------------------------------------------------------------------------------
 
@@ -177,13 +184,19 @@ class Engine(SerialExecutor):
             taken.update(transfer.later)
 
     def _announce(self, running: _Running, work: Pending | _Arrived) -> None:
+        given = [running]
+
         def note(_: Any = None) -> None:
-            SerialExecutor.post(self, lambda: self._try(lambda: self._arrived(running)))
+            # Torch's thread releases this function later. It must not be the one that releases the job and its work:
+            # that lets go of the interpreter's lock, and to get it back while the interpreter exits is a crash.
+            arrived = given.pop()
+            SerialExecutor.post(self, lambda: self._try(lambda: self._arrived(arrived)))
 
         if isinstance(work, _Arrived):
             note()
         else:
-            self._callbacks.add(note)
+            self._is_held()  # forgets those that were released
+            self._callbacks.append(weakref.ref(note))
             work.get_future().add_done_callback(note)
 
     def _arrived(self, running: _Running) -> None:
