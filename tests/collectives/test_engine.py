@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from narrowband.collectives import Engine, Transfer
+from narrowband.collectives import Engine, Transfer, engine
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -369,3 +369,18 @@ def test_whoever_releases_a_callback_last_releases_no_work_and_the_engine_waits_
     callbacks.clear()
     closing.join(timeout=60)
     assert not closing.is_alive()
+
+
+def test_a_process_that_exits_right_after_a_collective_waits_for_torchs_threads(monkeypatch):
+    slept = []
+    monkeypatch.setattr(engine._Latest, "exiting", False)
+    bench = Bench()
+    monkeypatch.setattr(engine.time, "sleep", slept.append)
+    monkeypatch.setattr(engine._Latest, "completed_at", time.monotonic())
+    engine._settle()
+    assert 0 < slept.pop() <= engine.SETTLE_S
+    bench.engine.close()  # as the handle's finalizer does, after that
+    assert 0 < slept.pop() <= engine.SETTLE_S
+    monkeypatch.setattr(engine._Latest, "completed_at", time.monotonic() - engine.SETTLE_S)
+    engine._settle()
+    assert slept == [0.0]

@@ -12,10 +12,16 @@ only posts a function to the thread's inbox. There are two queues, each with tha
 *No idle waiting.* While a collective is on the wire, the thread encodes the next job; only issuing waits for its turn.
 
 On CUDA the thread works on a side stream. A job begins by waiting for the work that the main stream had queued.
+
+*A clean exit.* After a collective has completed, a thread of torch releases its tensors, for which it needs the
+interpreter's lock. If the interpreter is exiting by then, the process aborts. Nothing tells when the thread has done
+that, so a process that exits right after a collective waits for a moment (:func:`_settle`). A script that ends with
+``torch.distributed.destroy_process_group()`` joins those threads.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import time
@@ -35,6 +41,9 @@ __all__ = ["Engine", "Job", "Pending", "QueueName", "Transfer"]
 
 log = logging.getLogger(__name__)
 
+#: Seconds from the completion of a collective in which torch's thread has released its tensors, on a busy machine, too.
+SETTLE_S = 0.1
+
 
 QueueName = Literal["group", "pairs"]
 
@@ -53,6 +62,22 @@ if TYPE_CHECKING:
     Job = Generator[Transfer, None, None]
 else:
     Job = Any
+
+
+class _Latest:
+    """When the latest collective of this process has completed, and whether the interpreter is exiting."""
+
+    completed_at = -SETTLE_S
+    exiting = False
+
+
+def _settle() -> None:
+    """Wait until torch's threads have released the tensors of the latest collective."""
+    _Latest.exiting = True
+    time.sleep(max(0.0, _Latest.completed_at + SETTLE_S - time.monotonic()))
+
+
+atexit.register(_settle)
 
 
 class Pending(Protocol):
@@ -124,6 +149,8 @@ class Engine(SerialExecutor):
         deadline = time.monotonic() + 5.0
         while self._is_held() and time.monotonic() < deadline:
             time.sleep(0.001)
+        if _Latest.exiting:
+            _settle()
 
     def _is_held(self) -> bool:
         """Whether a thread of torch still has to release a callback."""
@@ -202,6 +229,7 @@ class Engine(SerialExecutor):
     def _arrived(self, running: _Running) -> None:
         assert running.work is not None
         running.work.wait()  # raises errors of the collective; on CUDA, makes this stream wait
+        _Latest.completed_at = time.monotonic()
         self.wire_seconds += time.perf_counter() - running.issued_at
         if not self._advance(running):
             self._order.remove(running)
