@@ -143,7 +143,7 @@ def _ran(found: Mapping[str, Any]) -> str:
     rates = f"{', '.join(others)} or {last}" if others else last
     numel = MODELS[found["config"]["model"]].numel()
     micro_batches = found["config"].get("accumulate", 1)
-    each_step = f" A step has {micro_batches} micro-batches; the last one is averaged." if micro_batches > 1 else ""
+    each_step = f" A step has {micro_batches} micro-batches, and is averaged once." if micro_batches > 1 else ""
     return (
         f"`narrowband bench plan` trained a GPT of {numel / 1e6:.1f} million parameters on {who}, each behind a link "
         f"of its own of {rates} that the kernel shapes. All share one machine with two cores.{each_step}"
