@@ -384,3 +384,18 @@ def test_a_process_that_exits_right_after_a_collective_waits_for_torchs_threads(
     monkeypatch.setattr(engine._Latest, "completed_at", time.monotonic() - engine.SETTLE_S)
     engine._settle()
     assert slept == [0.0]
+
+
+def first_product(rank, world_size):
+    """A matrix product as the first work of an engine, and the same on the main thread, which has one thread."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator) for shape in ((5, 37), (37, 148)))
+    bench, products = Bench(), []
+    bench.engine.post(lambda: products.append(a @ b))
+    bench.engine.close()
+    return torch.equal(products[0], a @ b)
+
+
+def test_an_engine_computes_on_as_many_threads_as_its_user_has_set():
+    """Otherwise the first step after a resume would have other bits than the same step before."""
+    assert run_ranks(first_product, 1, fresh=True) == [True]

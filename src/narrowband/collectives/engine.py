@@ -168,6 +168,9 @@ class Engine(SerialExecutor):
             self._issue()
 
     def _loop(self) -> None:
+        # Gives this thread the number of threads that users have set. Until a thread asks for it, matrix products run
+        # on as many threads as there are cores, and their last bits differ.
+        torch.get_num_threads()
         with contextlib.ExitStack() as stack:
             if self._stream is not None:
                 torch.cuda.set_device(self._device)
