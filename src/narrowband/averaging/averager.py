@@ -84,7 +84,6 @@ class Averager(Handle):
         group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
 
         def prepared() -> tuple[list[tuple[str, Tensor]], Settings]:
-            group_or(process_group)
             pairs = _named(tensors)
             settings = Settings.of(
                 spec,
@@ -97,7 +96,7 @@ class Averager(Handle):
                 early_nbytes=early_nbytes,
                 grad_scaler=grad_scaler,
             )
-            check_replica((p for _, p in pairs), group)
+            check_replica((p for _, p in pairs), group_or(process_group))
             return pairs, settings.with_optimizer(optimizer, pairs, warn=dist.get_rank(group) == 0)
 
         pairs, settings = checked_on_all("Averager", [*groups_of_replica(tensors), group], prepared)

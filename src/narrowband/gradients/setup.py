@@ -122,7 +122,6 @@ def compress_gradients(
     def prepared() -> Settings:
         if averages := what_it_is(model):
             raise TypeError(f"compress_gradients takes a module that averages nothing by itself, not {averages}")
-        group_or(process_group)
         settings = Settings.of(
             spec,
             min_numel=min_numel,
@@ -185,7 +184,7 @@ def _prepared(
             _check_shards(model, "as with nodes=")
             if settings.plan is not None:
                 plan_of_shards(settings.plan, parameters, parameters, norms_of(model.module), settings)
-        warn = dist.get_rank(process_group or model.process_group) == 0
+        warn = dist.get_rank(group_or(process_group, model.process_group)) == 0
         return settings.with_optimizer(optimizer, parameters, warn=warn)
     if nodes is not None:
         raise UnsupportedError(
