@@ -122,10 +122,9 @@ def mix(h):
 
 
 @kernel
-def uniform(i, folded, BITS: tl.constexpr):
-    """Return random numbers in [0, 1) of BITS ≤ 24 bits, for elements with these indices."""
-    h = mix(i.to(tl.uint32) + folded.to(tl.uint32))
-    return (h >> (32 - BITS)).to(tl.int32).to(tl.float32) * (1.0 / (1 << BITS))
+def uniform(i, BITS: tl.constexpr):
+    """Return random numbers in [0, 1) of BITS ≤ 24 bits, for the sums of elements' indices and the folded seed."""
+    return (mix(i.to(tl.uint32)) >> (32 - BITS)).to(tl.int32).to(tl.float32) * (1.0 / (1 << BITS))
 
 
 @kernel
@@ -138,8 +137,7 @@ def ordered(bits):
 def code_of(v, low, inverse, shift, top):
     """Return the code of a value, from 0 to ``top``; 0 for NaN."""
     at = (v - low) * inverse + shift
-    at = tl.where(at > 0.0, at, 0.0)
-    return tl.where(at < top, at, top).to(tl.int32)
+    return tl.minimum(tl.maximum(at, 0.0), top).to(tl.int32)  # the maximum of NaN and a number is the number
 
 
 @kernel

@@ -36,9 +36,14 @@ __all__ = ["dequantize_groups", "dequantize_means", "group_minmax", "quantize_al
 #: Longer groups do not fit into a program's registers; planes of shorter groups do not fill a word.
 _LONGEST, _SHORTEST = 8192, 32
 
+#: Pieces of a row in loops of whole groups: as many as the narrowest plane has parts. With two warps, a thread has all
+#: pieces of the same columns.
+_PIECES, _WARPS = tl.constexpr(8), 2
+
 _MINMAX, _ABSMAX, _L2, _MEAN = (tl.constexpr(at) for at in range(4))
 _SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
-_LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+#: The least signed number, the greatest unsigned one, and the bits of minus infinity as an unsigned number.
+_LEAST, _ALL, _NEGATIVE_INFINITE = tl.constexpr(-(2**31)), tl.constexpr(2**32 - 1), tl.constexpr(0xFF800000)
 
 
 @kernel
@@ -50,14 +55,46 @@ def _rows(n, group, ROWS: tl.constexpr):
 
 
 @kernel
+def _least(x):
+    """Return the smallest number of each row; rows of three-dimensional tensors are in pieces, along the first axis."""
+    if len(x.shape) == 3:
+        x = tl.min(x, 0)
+    return tl.min(x, 1)
+
+
+@kernel
+def _most(x):
+    """Return the largest number of each row; see :func:`_least`."""
+    if len(x.shape) == 3:
+        x = tl.max(x, 0)
+    return tl.max(x, 1)
+
+
+@kernel
+def _total(x):
+    """Return the sum of each row; see :func:`_least`."""
+    if len(x.shape) == 3:
+        x = tl.sum(x, 0)
+    return tl.sum(x, 1)
+
+
+@kernel
 def _extremes(v, inside):
-    """Return the smallest and largest value of each row; NaN if the row is not finite."""
-    at = ordered(v.to(tl.int32, bitcast=True))
-    low = tl.min(tl.where(inside, at, _MOST), 1)
-    high = tl.max(tl.where(inside, at, _LEAST), 1)
-    finite = (high < INFINITE) & (low >= -INFINITE)
-    low = tl.where(finite, ordered(low).to(tl.float32, bitcast=True), float("nan"))
-    high = tl.where(finite, ordered(high).to(tl.float32, bitcast=True), float("nan"))
+    """Return the smallest and largest value of each row; NaN if the row is not finite.
+
+    Bits of floats of one sign are ordered as integers are: those of positive floats rise, those of negative floats fall
+    and, without sign, are above all positive ones.
+    """
+    bits = v.to(tl.int32, bitcast=True)
+    raised = bits.to(tl.uint32, bitcast=True)
+    most = _most(tl.where(inside, bits, _LEAST))
+    least_raised = _least(tl.where(inside, raised, _ALL))
+    most_raised = _most(tl.where(inside, raised, 0))
+    high = tl.where(most >= 0, most, least_raised.to(tl.int32, bitcast=True))
+    low = tl.where(most_raised > MAGNITUDE, most_raised, least_raised).to(tl.int32, bitcast=True)
+    finite = (most < INFINITE) & (most_raised < _NEGATIVE_INFINITE)
+    low = tl.where(finite, low.to(tl.float32, bitcast=True), float("nan"))
+    high = tl.where(finite, high.to(tl.float32, bitcast=True), float("nan"))
     return low, high
 
 
@@ -81,17 +118,28 @@ def _header(v, inside, m, levels, SCALE: tl.constexpr):
         step = tl.where(step == step, step, float("nan"))  # noqa: PLR0124 - a GPU's NaN has bits of its own
     else:
         magnitude = tl.where(inside, v.to(tl.int32, bitcast=True) & MAGNITUDE, 0)
-        top = tl.max(magnitude, 1)
+        top = _most(magnitude)
         if SCALE == _ABSMAX:
             step = tl.div_rn(top.to(tl.float32, bitcast=True), tl.zeros_like(low) + levels)
         else:
             wide = tl.where(inside, tl.abs(v), 0.0).to(tl.float64)
             if SCALE == _L2:
-                step = (tl.sqrt(tl.sum(wide * wide, 1)) / levels).to(tl.float32)
+                step = (tl.sqrt(_total(wide * wide)) / levels).to(tl.float32)
             else:
-                step = (2.0 * tl.sum(wide, 1) / m.to(tl.float64)).to(tl.float32)
+                step = (2.0 * _total(wide) / m.to(tl.float64)).to(tl.float32)
         step = tl.where(top < INFINITE, step, float("nan"))
     return low, step
+
+
+@kernel
+def _shift(i, shift, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Return what is added to elements, in steps, before rounding down; ``i`` is as in :func:`uniform`."""
+    if STOCHASTIC and SCALE == _MINMAX:
+        return uniform(i, 24)
+    elif STOCHASTIC:
+        return uniform(i, 25 - BITS) + shift
+    else:
+        return shift
 
 
 @kernel
@@ -114,9 +162,7 @@ def _write_plane(
         if SCALE == _MEAN:
             code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
         else:
-            own = tl.zeros_like(v) + shift
-            if STOCHASTIC:
-                own = own + uniform(element, folded, 24 if SCALE == _MINMAX else 25 - BITS)
+            own = _shift(element + folded, shift, BITS, SCALE, STOCHASTIC)
             code = code_of(v, low[:, None], inverse[:, None], own, top)
         byte |= tl.where(ok, ((code >> down) & ((1 << PLANE) - 1)) << (part * PLANE), 0)
     tl.store(codes + at[:, None] + t[None, :], byte.to(tl.uint8), mask=there)
@@ -147,20 +193,35 @@ def _quantize(
 
 
 @kernel
-def _write_whole_plane(codes, out, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _whole(first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Number the elements of whole rows, from ``first`` on. Shape: (_PIECES, ROWS, WIDTH // _PIECES).
+
+    With rows in pieces, a thread has elements of few rows, and of these all that it packs into a word. So threads need
+    not exchange codes, and each computes few scales.
+    """
+    piece: tl.constexpr = WIDTH // _PIECES
+    row = first + tl.arange(0, ROWS)[None, :, None] * WIDTH
+    return row + tl.arange(0, piece)[None, None, :] + tl.arange(0, _PIECES)[:, None, None] * piece
+
+
+@kernel
+def _write_whole_plane(
+    codes, out, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
     """Write the bytes of a plane of whole rows, four to a word; ``out`` has the addresses where the words of rows
     begin.
     """
     down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)  # wider planes hold lower bits, and come first
     parts: tl.constexpr = 8 // PLANE
-    stride: tl.constexpr = WIDTH // parts
-    byte = (codes >> down) & ((1 << PLANE) - 1)
-    if parts > 1:
-        shift = tl.arange(0, parts) * PLANE
-        byte = tl.sum(tl.reshape(byte, (ROWS, parts, stride)) << shift[None, :, None], 1)
-    shift = tl.arange(0, 4) * 8
-    word = tl.sum(tl.reshape(byte, (ROWS, stride // 4, 4)) << shift[None, None, :], 2)
-    tl.store(out[:, None] + WIDTH * down // 32 + tl.arange(0, stride // 4)[None, :], word)
+    each: tl.constexpr = _PIECES // parts  # pieces of a part
+    quarter: tl.constexpr = WIDTH // _PIECES // 4
+    byte = codes >> down
+    if down + PLANE < BITS:
+        byte = byte & ((1 << PLANE) - 1)
+    shift = tl.arange(0, parts)[:, None, None, None, None] * PLANE + tl.arange(0, 4)[None, None, None, None, :] * 8
+    word = tl.sum(tl.sum(tl.reshape(byte, (parts, each, ROWS, quarter, 4)) << shift, 4), 0)
+    place = tl.arange(0, each)[:, None, None] * quarter + tl.arange(0, quarter)[None, None, :]
+    tl.store(out[None, :, None] + WIDTH * down // 32 + place, word)
 
 
 @kernel
@@ -181,19 +242,16 @@ def _write_codes(
     v, low, step, words, part, shift, top, folded,
     BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write and return the codes of whole rows."""
-    row = tl.arange(0, ROWS)
+    """Write and return the codes of whole rows in pieces."""
     if SCALE == _MEAN:
         finite = step == step  # noqa: PLR0124 - not NaN
-        code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
+        code = ((v >= 0.0) & finite[None, :, None]).to(tl.int32)
     else:
         inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
-        own = tl.zeros_like(v) + shift
-        if STOCHASTIC:
-            i = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-            own = own + uniform(part * (ROWS * WIDTH) + i, folded, 24 if SCALE == _MINMAX else 25 - BITS)
-        code = code_of(v, low[:, None], inverse[:, None], own, top)
-    out = words + part * (ROWS * WIDTH * BITS // 32) + row * (WIDTH * BITS // 32)
+        i = _whole((part * (ROWS * WIDTH) + folded).to(tl.int32), ROWS, WIDTH)
+        own = _shift(i, shift, BITS, SCALE, STOCHASTIC)
+        code = code_of(v, low[None, :, None], inverse[None, :, None], own, top)
+    out = words + part * (ROWS * WIDTH * BITS // 32) + tl.arange(0, ROWS) * (WIDTH * BITS // 32)
     for plane in tl.static_range(4):
         if BITS & (8 >> plane):
             _write_whole_plane(code, out, BITS, 8 >> plane, ROWS, WIDTH)
@@ -207,7 +265,7 @@ def _quantize_whole(
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
-    i = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    i = _whole(0, ROWS, WIDTH)
     v = tl.load(x + part * (ROWS * WIDTH) + i)
     low, step = _header(v, i >= 0, row * 0 + WIDTH, levels, SCALE)
     if SCALE == _MINMAX:
@@ -258,7 +316,7 @@ def _quantize_segments(
     words = tl.load(own + 5).to(tl.pointer_type(tl.int32))
     folded = tl.load(own + 6).to(tl.int32)
     row = tl.arange(0, ROWS)
-    i = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    i = _whole(0, ROWS, WIDTH)
     x += part * (ROWS * WIDTH)
     residual += part * (ROWS * WIDTH)
     if ALIGNED:
@@ -285,7 +343,7 @@ def _quantize_segments(
         v, low, step, words, part, shift, top, folded, BITS, SCALE, STOCHASTIC, ROWS, WIDTH
     )  # fmt: skip
     if FEEDBACK:
-        decoded = (code.to(tl.float32) - offset) * step[:, None] + low[:, None]
+        decoded = (code.to(tl.float32) - offset) * step[None, :, None] + low[None, :, None]
         tl.debug_barrier()  # a thread may store what another has loaded
         tl.store(x + i, old)
         tl.store(residual + i, v - decoded)
@@ -459,7 +517,7 @@ def quantize_groups(
     if programs:
         words = codes[: done * group * bits // 8].view(torch.int32)
         numbers = form.levels, form.shift, form.top, fold_seed(seed)
-        run(_quantize_whole, programs, x, floats, steps, words, *numbers, on=x, **form.constants)
+        run(_quantize_whole, programs, x, floats, steps, words, *numbers, on=x, **form.constants, num_warps=_WARPS)
     form.quantize_rest(x, floats, steps, codes, seed, done)
     if floats.data_ptr() != out.data_ptr():
         out[: floats.nbytes] = floats.view(torch.uint8)
@@ -525,7 +583,7 @@ def quantize_all(
         headers.append(floats)
     numbers = form.levels, form.shift, form.top, form.offset, float(decay)
     several = {"FEEDBACK": bool(residuals), "NOTES": place is not None, "ALIGNED": _aligned((*xs, *residuals))}
-    segments.run(_quantize_segments, xs[0] if place is None else place, *numbers, **form.constants, **several)
+    segments.run(_quantize_segments, xs[0] if place is None else place, *numbers, **form.constants, **several, num_warps=_WARPS)
     for x, residual, floats, steps, codes, seed, done in rests:
         if residuals:
             compensate(x[done * group :], residual[done * group :], decay=decay)
