@@ -18,12 +18,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "ALL",
     "BLOCK",
     "INFINITE",
+    "LEAST",
     "MAGNITUDE",
+    "NEGATIVE_INFINITE",
     "TINY",
     "all_below",
     "code_of",
+    "ends",
     "fold_seed",
     "load",
     "mix",
@@ -36,6 +40,10 @@ __all__ = [
     "uniform",
     "unspecific",
 ]
+
+#: Whether loops run in Triton's interpreter. It has its own ways with bfloat16: it rounds toward zero, and takes the
+#: smallest numbers for others. So loops do with integers there what a GPU has instructions for.
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 #: Elements per program.
 BLOCK = 2048
@@ -51,6 +59,10 @@ unspecific: Any = triton.jit(
 #: All bits of a float except the sign, and the bits of infinity.
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
+#: The bits of minus infinity as an unsigned number. Those of infinities and NaN are at or above one of the two.
+NEGATIVE_INFINITE = tl.constexpr(0xFF800000)
+#: The least signed number and the greatest unsigned one, with which searches for :func:`ends` begin.
+LEAST, ALL = tl.constexpr(-(2**31)), tl.constexpr(2**32 - 1)
 #: The smallest normal float: 1 / step is infinite or imprecise below it.
 TINY = tl.constexpr(2.0**-126)
 
@@ -79,8 +91,6 @@ def raise_if(damaged: Tensor, message: str) -> None:
 def raw(x: Tensor) -> tuple[Tensor, bool]:
     """Return (a float32 tensor, or the bits of a bfloat16 tensor; whether it is bfloat16), for :func:`load` and
     :func:`store`.
-
-    Triton and its interpreter round to bfloat16 in their own ways, and not as PyTorch does.
     """
     return (x.view(torch.int16), True) if x.dtype == torch.bfloat16 else (x, False)
 
@@ -134,6 +144,24 @@ def ordered(bits):
 
 
 @kernel
+def ends(most, least_raised, most_raised):
+    """Return the bits of the smallest and of the largest of some floats, as integers; and whether all were finite.
+
+    Bits of floats of one sign are ordered as integers are: those of positive floats rise; those of negative floats, as
+    unsigned numbers, are above them and rise as the floats fall. To search for these three extremes takes half the
+    instructions of mapping each float to an integer of the same order.
+
+    Args:
+        most: the largest bits as signed numbers.
+        least_raised: the smallest bits as unsigned numbers.
+        most_raised: the largest bits as unsigned numbers.
+    """
+    low = tl.where(most_raised > MAGNITUDE, most_raised, least_raised).to(tl.int32, bitcast=True)
+    high = tl.where(most >= 0, most, least_raised.to(tl.int32, bitcast=True))
+    return low, high, (most < INFINITE) & (most_raised < NEGATIVE_INFINITE)
+
+
+@kernel
 def code_of(v, low, inverse, shift, top):
     """Return the code of a value, from 0 to ``top``; 0 for NaN."""
     at = (v - low) * inverse + shift
@@ -151,17 +179,22 @@ def nearest(v):
 
 @kernel
 def load(place, mask, HALF: tl.constexpr):
-    """Load float32 from memory returned by :func:`raw`; zero where ``mask`` is False."""
-    if HALF:
-        return (tl.load(place, mask=mask, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    """Load float32 from memory returned by :func:`raw`; zero where ``mask`` is False. The mask may be None."""
+    if HALF and not _INTERPRETED:
+        place = place.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    value = tl.load(place) if mask is None else tl.load(place, mask=mask, other=0)
+    if HALF and _INTERPRETED:
+        return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        return tl.load(place, mask=mask, other=0.0)
+        return value.to(tl.float32)
 
 
 @kernel
 def store(place, v, mask, HALF: tl.constexpr):
     """Store float32 into memory returned by :func:`raw`, rounded to nearest, ties to even."""
-    if HALF:
+    if HALF and not _INTERPRETED:
+        tl.store(place.to(tl.pointer_type(tl.bfloat16), bitcast=True), v.to(tl.bfloat16), mask=mask)
+    elif HALF:
         bits = v.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         near = tl.where(v == v, near, 0x7FC0)  # noqa: PLR0124 - NaN stays NaN

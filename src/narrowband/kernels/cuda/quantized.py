@@ -17,7 +17,18 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, TINY, code_of, fold_seed, ordered, uniform
+from narrowband.kernels.cuda.common import (
+    ALL,
+    BLOCK,
+    INFINITE,
+    LEAST,
+    MAGNITUDE,
+    TINY,
+    code_of,
+    ends,
+    fold_seed,
+    uniform,
+)
 from narrowband.kernels.cuda.compensation import compensate
 from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.findings import holds, open_place
@@ -42,8 +53,6 @@ _PIECES, _WARPS = tl.constexpr(8), 2
 
 _MINMAX, _ABSMAX, _L2, _MEAN = (tl.constexpr(at) for at in range(4))
 _SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
-#: The least signed number, the greatest unsigned one, and the bits of minus infinity as an unsigned number.
-_LEAST, _ALL, _NEGATIVE_INFINITE = tl.constexpr(-(2**31)), tl.constexpr(2**32 - 1), tl.constexpr(0xFF800000)
 
 
 @kernel
@@ -80,19 +89,12 @@ def _total(x):
 
 @kernel
 def _extremes(v, inside):
-    """Return the smallest and largest value of each row; NaN if the row is not finite.
-
-    Bits of floats of one sign are ordered as integers are: those of positive floats rise, those of negative floats fall
-    and, without sign, are above all positive ones.
-    """
+    """Return the smallest and largest value of each row; NaN if the row is not finite."""
     bits = v.to(tl.int32, bitcast=True)
     raised = bits.to(tl.uint32, bitcast=True)
-    most = _most(tl.where(inside, bits, _LEAST))
-    least_raised = _least(tl.where(inside, raised, _ALL))
-    most_raised = _most(tl.where(inside, raised, 0))
-    high = tl.where(most >= 0, most, least_raised.to(tl.int32, bitcast=True))
-    low = tl.where(most_raised > MAGNITUDE, most_raised, least_raised).to(tl.int32, bitcast=True)
-    finite = (most < INFINITE) & (most_raised < _NEGATIVE_INFINITE)
+    low, high, finite = ends(
+        _most(tl.where(inside, bits, LEAST)), _least(tl.where(inside, raised, ALL)), _most(tl.where(inside, raised, 0))
+    )
     low = tl.where(finite, low.to(tl.float32, bitcast=True), float("nan"))
     high = tl.where(finite, high.to(tl.float32, bitcast=True), float("nan"))
     return low, high
@@ -583,7 +585,9 @@ def quantize_all(
         headers.append(floats)
     numbers = form.levels, form.shift, form.top, form.offset, float(decay)
     several = {"FEEDBACK": bool(residuals), "NOTES": place is not None, "ALIGNED": _aligned((*xs, *residuals))}
-    segments.run(_quantize_segments, xs[0] if place is None else place, *numbers, **form.constants, **several, num_warps=_WARPS)
+    segments.run(
+        _quantize_segments, xs[0] if place is None else place, *numbers, **form.constants, **several, num_warps=_WARPS
+    )
     for x, residual, floats, steps, codes, seed, done in rests:
         if residuals:
             compensate(x[done * group :], residual[done * group :], decay=decay)

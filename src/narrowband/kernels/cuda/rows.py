@@ -17,11 +17,14 @@ import triton
 import triton.language as tl
 
 from narrowband.kernels.cuda.common import (
+    ALL,
     BLOCK,
     INFINITE,
+    LEAST,
     MAGNITUDE,
     TINY,
     code_of,
+    ends,
     fold_seed,
     load,
     mix,
@@ -48,7 +51,9 @@ __all__ = [
     "row_extremes",
 ]
 
-_LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+_MOST = tl.constexpr(2**31 - 1)
+#: Neighbouring elements that a thread reads at once, if they take two bytes; half of them if four.
+_VECTOR = tl.constexpr(8)
 
 
 #: Arguments that differ from layer to layer and are not specialized: loops gain nothing if one is 1 or divisible by 16.
@@ -75,101 +80,164 @@ def _bits(place, HALF: tl.constexpr):
 
 
 @kernel
-def _first(piece, ROWS: tl.constexpr, FEW: tl.constexpr):
+def _numbers(piece, count, ROWS: tl.constexpr, FEW: tl.constexpr):
     """Return the numbers of a piece's rows, also in 64 bits, for addresses. Divisions use 32 bits if FEW: with 64 bits
     a GPU takes four times as long.
+
+    Behind the last of all rows, it is returned again. So a program need not ask whether a row exists before it reads,
+    and what it writes twice is the same.
     """
     r = piece.to(tl.int32 if FEW else tl.int64) * ROWS + tl.arange(0, ROWS)
+    r = tl.minimum(r, count - 1)
     return r, r.to(tl.int64)
 
 
 @kernel
-def _place(blocks, outer, groups, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr):
-    """Return this program's rows, also in 64 bits, the range of each row, and the program's bytes of a row."""
+def _place(
+    count, blocks, outer, groups, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr, PARTED: tl.constexpr,
+    GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Return this program's rows, also in 64 bits; their lines, groups and ranges; and the program's bytes of a row."""
     at = tl.program_id(0)
     piece = at // blocks
-    r, wide = _first(piece, ROWS, FEW)
+    r, wide = _numbers(piece, count, ROWS, FEW)
     t = (at - piece * blocks).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    line = r // groups
-    return r, wide, line // outer * groups + (r - line * groups), t
+    line, group = _line(r, groups, GROUPED)
+    which = group
+    if PARTED:
+        which = line // outer * groups + group
+    return r, wide, line, group, which, t
 
 
 @kernel
-def _begin(r, groups, inner, apart):
-    """Return where rows begin in the tensor."""
-    line = r // groups
-    return line.to(tl.int64) * apart + (r - line * groups).to(tl.int64) * inner
+def _line(r, groups, GROUPED: tl.constexpr):
+    """Return the lines and groups of rows."""
+    line, group = r, r * 0
+    if GROUPED:
+        line = r // groups
+        group = r - line * groups
+    return line, group
+
+
+@kernel
+def _there(r, j, length, WHOLE: tl.constexpr):
+    """Return which places of rows exist, as a mask; None if rows are WHOLE."""
+    if WHOLE:
+        return None
+    else:
+        return (r >= 0)[:, None] & (j < length)[None, :]
+
+
+@kernel
+def _code(v, i, low, inverse, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Return codes of values; ``i`` are the sums of elements' indices and the folded seed."""
+    shift = 0.5
+    if STOCHASTIC:
+        shift = (mix(i.to(tl.uint32)) >> 16).to(tl.int32).to(tl.float32) * (2.0**-16)
+    return code_of(v, low, inverse, shift, (1 << BITS) - 1.0)
 
 
 @kernel
 def _quantize(
     x, out, lows, steps, count, outer, groups, inner, apart, stride, blocks, folded,
     HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    FEW: tl.constexpr,
+    FEW: tl.constexpr, WHOLE: tl.constexpr, PARTED: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    r, wide, which, t = _place(blocks, outer, groups, ROWS, WIDTH, FEW)
-    low = tl.load(lows + which, mask=r < count, other=0.0)
-    step = tl.load(steps + which, mask=r < count, other=0.0)
+    _r, wide, line, group, which, t = _place(count, blocks, outer, groups, ROWS, WIDTH, FEW, PARTED, GROUPED)
+    low, step = tl.load(lows + which), tl.load(steps + which)
     inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
-    begin = _begin(r, groups, inner, apart)
-    there = (r < count)[:, None] & (t < stride)[None, :]
+    begin = line.to(tl.int64) * apart + group.to(tl.int64) * inner
+    first = (wide * inner + folded).to(tl.int32)
     byte = tl.zeros((ROWS, WIDTH), tl.int32)
     for part in tl.static_range(8 // BITS):
         j = part * stride + t
-        ok = there & (j < inner)[None, :]
-        v = load(x + begin[:, None] + j[None, :], ok, HALF)
-        shift = tl.zeros_like(v) + 0.5
-        if STOCHASTIC:
-            h = mix((wide[:, None] * inner + j[None, :]).to(tl.uint32) + folded.to(tl.uint32))
-            shift = (h >> 16).to(tl.int32).to(tl.float32) * (2.0**-16)
-        code = code_of(v, low[:, None], inverse[:, None], shift, (1 << BITS) - 1.0)
-        byte |= tl.where(ok, code << (part * BITS), 0)
-    tl.store(out + wide[:, None] * stride + t[None, :], byte.to(tl.uint8), mask=there)
+        there = _there(wide, tl.where(t < stride, j, inner), inner, WHOLE)
+        v = load(x + begin[:, None] + j[None, :], there, HALF)
+        code = _code(v, first[:, None] + j[None, :].to(tl.int32), low[:, None], inverse[:, None], BITS, STOCHASTIC)
+        byte |= _only(there, code, 0) << (part * BITS)
+    tl.store(out + (wide * stride)[:, None] + t[None, :], byte.to(tl.uint8), mask=_there(wide, t, stride, WHOLE))
 
 
 @counting
 def _dequantize(
     codes, out, ranges, factor, term, count, outer, groups, inner, stride, blocks, pieces,
     FACTOR: tl.constexpr, TERM: tl.constexpr, MOVES: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PARTED: tl.constexpr,
+    GROUPED: tl.constexpr, PIECED: tl.constexpr,
 ):  # fmt: skip
-    r, wide, which, t = _place(blocks, outer, groups, ROWS, WIDTH, FEW)
-    low = tl.load(ranges + which, mask=r < count, other=0.0)
-    step = tl.load(ranges + count // outer + which, mask=r < count, other=0.0)
-    there = (r < count)[:, None] & (t < stride)[None, :]
-    first = (r % pieces).to(tl.int64) * inner if MOVES else (r // pieces).to(tl.int64)  # of a row of the tensor
-    byte = tl.load(codes + wide[:, None] * stride + t[None, :], mask=there, other=0).to(tl.int32)
+    """Decode rows. PIECED says how many rows a row of the affine part has: 0 if one, 1 if one of each group."""
+    r, wide, line, group, which, t = _place(count, blocks, outer, groups, ROWS, WIDTH, FEW, PARTED, GROUPED)
+    low = tl.load(ranges + which)
+    step = tl.load(ranges + count // outer + which)
+    if PIECED == 0:
+        line = r
+    elif PIECED == 2:
+        line = r // pieces
+        group = r - line * pieces
+    first = tl.zeros_like(wide)  # of a row of the affine part
+    if MOVES == 0:
+        first = line.to(tl.int64)
+    elif PIECED > 0:
+        first = group.to(tl.int64) * inner
+    begin = wide * inner
+    byte = tl.load(codes + (wide * stride)[:, None] + t[None, :], mask=_there(wide, t, stride, WHOLE))
     for part in tl.static_range(8 // BITS):
         j = part * stride + t
-        ok = there & (j < inner)[None, :]
-        code = (byte >> (part * BITS)) & ((1 << BITS) - 1)
+        there = _there(wide, tl.where(t < stride, j, inner), inner, WHOLE)
+        code = (byte.to(tl.int32) >> (part * BITS)) & ((1 << BITS) - 1)
         value = code.to(tl.float32) * step[:, None] + low[:, None]
         at = first[:, None] + (j * MOVES)[None, :]
         if FACTOR:
-            value = value * tl.load(factor + at, mask=ok, other=0.0)
+            value = value * tl.load(factor + at, mask=there)
         if TERM:
-            value = value + tl.load(term + at, mask=ok, other=0.0)
-        store(_bits(out, HALF) + wide[:, None] * inner + j[None, :], value, ok, HALF)
+            value = value + tl.load(term + at, mask=there)
+        store(_bits(out, HALF) + begin[:, None] + j[None, :], value, there, HALF)
 
 
 @kernel
 def _extremes(
     x, least, most, count, groups, inner, apart,
-    HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
-    r, _ = _first(tl.program_id(0), ROWS, FEW)
-    begin = _begin(r, groups, inner, apart)
-    low = tl.full((ROWS,), _MOST, tl.int32)
-    high = tl.full((ROWS,), _LEAST, tl.int32)
+    r, _ = _numbers(tl.program_id(0), count, ROWS, FEW)
+    line, group = _line(r, groups, GROUPED)
+    begin = line.to(tl.int64) * apart + group.to(tl.int64) * inner
+    high = tl.full((ROWS, WIDTH // _VECTOR), LEAST, tl.int32)
+    least_raised = tl.full((ROWS, WIDTH // _VECTOR), ALL, tl.uint32)
+    most_raised = tl.zeros((ROWS, WIDTH // _VECTOR), tl.uint32)
     for first in range(0, inner, WIDTH):
         j = first + tl.arange(0, WIDTH)
-        ok = (r < count)[:, None] & (j < inner)[None, :]
-        v = load(x + begin[:, None] + j[None, :], ok, HALF)
-        at = ordered(v.to(tl.int32, bitcast=True))
-        low = tl.minimum(low, tl.min(tl.where(ok, at, _MOST), 1))
-        high = tl.maximum(high, tl.max(tl.where(ok, at, _LEAST), 1))
-    tl.store(least + r, low, mask=r < count)
-    tl.store(most + r, high, mask=r < count)
+        there = _there(r, j, inner, WHOLE)
+        v = load(x + begin[:, None] + j[None, :], there, HALF)
+        high, least_raised, most_raised = _seen(v, there, high, least_raised, most_raised, ROWS, WIDTH)
+    low, high, finite = ends(tl.max(high, 1), tl.min(least_raised, 1), tl.max(most_raised, 1))
+    tl.store(least + r, tl.where(finite, ordered(low), LEAST))
+    tl.store(most + r, ordered(high))
+
+
+@kernel
+def _only(there, x, other):
+    """Return x where it exists, and ``other`` elsewhere; see :func:`_there`."""
+    if there is None:
+        return x
+    else:
+        return tl.where(there, x, other)
+
+
+@kernel
+def _seen(v, there, most, least_raised, most_raised, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return extremes of bits, as :func:`ends` takes them, of some values and those before. Shape: (ROWS, WIDTH //
+    _VECTOR), where each thread finds those of its own elements.
+    """
+    bits = v.to(tl.int32, bitcast=True)
+    raised = bits.to(tl.uint32, bitcast=True)
+    highest, lowest_raised = _only(there, bits, LEAST), _only(there, raised, ALL)
+    highest_raised = _only(there, raised, 0)
+    shape: tl.constexpr = (ROWS, WIDTH // _VECTOR, _VECTOR)
+    most = tl.maximum(most, tl.max(tl.reshape(highest, shape), 2))
+    least_raised = tl.minimum(least_raised, tl.min(tl.reshape(lowest_raised, shape), 2))
+    return most, least_raised, tl.maximum(most_raised, tl.max(tl.reshape(highest_raised, shape), 2))
 
 
 @kernel
@@ -203,22 +271,26 @@ def _quantize_group(
     x, out, mean, deviation, estimates, made, outer, groups, inner, apart, stride, blocks, workers, turns, pieces,
     levels, folded,
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, FEW: tl.constexpr,
+    WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr,
 ):  # fmt: skip
     """Make codes of some tiles of a group by its estimate, and note their extremes."""
     at = tl.program_id(0)
     g, worker = at // workers, at % workers
     low, step = tl.load(estimates + groups + g), tl.div_rn(tl.load(estimates + g), levels)
-    least = tl.full((ROWS, WIDTH), _MOST, tl.int32)
-    most = tl.full((ROWS, WIDTH), _LEAST, tl.int32)
+    most = tl.full((ROWS, WIDTH // _VECTOR), LEAST, tl.int32)
+    least_raised = tl.full((ROWS, WIDTH // _VECTOR), ALL, tl.uint32)
+    most_raised = tl.zeros((ROWS, WIDTH // _VECTOR), tl.uint32)
     for turn in range(turns):
-        least, most = _quantize_tile(
-            x, out, mean, deviation, low, step, least, most, worker + turn * workers, g, outer, groups, inner, apart,
-            stride, blocks, pieces, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH, FEW,
+        most, least_raised, most_raised = _quantize_tile(
+            x, out, mean, deviation, low, step, most, least_raised, most_raised, worker + turn * workers, g, outer,
+            groups, inner, apart, stride, blocks, pieces, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH, FEW,
+            WHOLE, PIECED, True,
         )  # fmt: skip
+    most, most_raised = tl.max(tl.max(most, 1), 0), tl.max(tl.max(most_raised, 1), 0)
+    low, high, _finite = ends(most, tl.min(tl.min(least_raised, 1), 0), most_raised)
     seen = _ints(made) + 4 * groups + 2 * at
-    tl.store(seen, tl.min(tl.min(least, 1), 0))
-    tl.store(seen + 1, tl.max(tl.max(most, 1), 0))
+    tl.store(seen, ordered(low))
+    tl.store(seen + 1, ordered(high))
 
 
 @counting
@@ -226,7 +298,7 @@ def _quantize_group_again(
     x, out, mean, deviation, estimates, made, note, outer, groups, inner, apart, stride, blocks, workers, turns,
     pieces, levels, folded, decay, rest, drift, jump,
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, FEW: tl.constexpr, TURN: tl.constexpr,
+    WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Settle the range of a group, and make the codes of some tiles again if necessary.
 
@@ -235,12 +307,12 @@ def _quantize_group_again(
     at = tl.program_id(0)
     g, worker = at // workers, at % workers
     low = tl.full((TURN,), _MOST, tl.int32)
-    high = tl.full((TURN,), _LEAST, tl.int32)
+    high = tl.full((TURN,), LEAST, tl.int32)
     for first in range(0, workers, TURN):
         other = first + tl.arange(0, TURN)
         place = _ints(made) + 4 * groups + 2 * (g * workers + other)
         low = tl.minimum(low, tl.load(place, mask=other < workers, other=_MOST))
-        high = tl.maximum(high, tl.load(place + 1, mask=other < workers, other=_LEAST))
+        high = tl.maximum(high, tl.load(place + 1, mask=other < workers, other=LEAST))
     low = tl.min(low, 0)
     high = tl.max(high, 0)
     finite = (high < INFINITE) & (low >= -INFINITE)
@@ -270,49 +342,52 @@ def _quantize_group_again(
         share = tl.where(own == 0.0, 0.0, tl.div_rn(own, width))
         tl.atomic_max(_ints(note), tl.where(finite, share, float("inf")).to(tl.int32, bitcast=True))
     if drifted | (finite == 0):
-        least = tl.full((ROWS, WIDTH), _MOST, tl.int32)
+        none = tl.full((ROWS, WIDTH // _VECTOR), LEAST, tl.int32)
         for turn in range(turns):
             _quantize_tile(
-                x, out, mean, deviation, chosen_low, step, least, least, worker + turn * workers, g, outer, groups,
+                x, out, mean, deviation, chosen_low, step, none, none, none, worker + turn * workers, g, outer, groups,
                 inner, apart, stride, blocks, pieces, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH, FEW,
+                WHOLE, PIECED, False,
             )  # fmt: skip
 
 
 @kernel
 def _quantize_tile(
-    x, out, mean, deviation, low, step, least, most, tile, g, outer, groups, inner, apart, stride, blocks, pieces,
-    folded, STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr,
+    x, out, mean, deviation, low, step, most, least_raised, most_raised, tile, g, outer, groups, inner, apart, stride,
+    blocks, pieces, folded, STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr,
+    SEARCHES: tl.constexpr,
 ):  # fmt: skip
-    """Make codes of some bytes of some rows of a group; return the extremes so far for each place in the tile."""
+    """Make codes of some bytes of some rows of a group; return the extremes so far, if it SEARCHES; see
+    :func:`_seen`.
+    """
     piece = tile // blocks
-    o = piece.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o = tl.minimum(piece.to(tl.int64) * ROWS + tl.arange(0, ROWS), outer - 1)  # as in _numbers
     t = (tile - piece * blocks).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     r = o * groups + g
     inverse = tl.where(step < TINY, 0.0, tl.div_rn(1.0, step))
     begin = o * apart + g.to(tl.int64) * inner
-    there = (o < outer)[:, None] & (t < stride)[None, :]
+    first = (r * inner + folded).to(tl.int32)
     byte = tl.zeros((ROWS, WIDTH), tl.int32)
     if STANDARD:
-        row = (r.to(tl.int32) if FEW else r) // pieces
-        center = tl.load(mean + row, mask=o < outer, other=0.0)
-        scale = tl.load(deviation + row, mask=o < outer, other=0.0)
+        row = r
+        if PIECED == 1:
+            row = o
+        elif PIECED == 2:
+            row = (r.to(tl.int32) if FEW else r) // pieces
+        center, scale = tl.load(mean + row), tl.load(deviation + row)
     for part in tl.static_range(8 // BITS):
         j = part * stride + t
-        ok = there & (j < inner)[None, :]
-        v = load(_bits(x, HALF) + begin[:, None] + j[None, :], ok, HALF)
+        there = _there(o, tl.where(t < stride, j, inner), inner, WHOLE)
+        v = load(_bits(x, HALF) + begin[:, None] + j[None, :], there, HALF)
         if STANDARD:
             v = (v - center[:, None]) * scale[:, None]
-        shift = tl.zeros_like(v) + 0.5
-        if STOCHASTIC:
-            h = mix((r[:, None] * inner + j[None, :]).to(tl.uint32) + folded.to(tl.uint32))
-            shift = (h >> 16).to(tl.int32).to(tl.float32) * (2.0**-16)
-        byte |= tl.where(ok, code_of(v, low, inverse, shift, (1 << BITS) - 1.0) << (part * BITS), 0)
-        place = ordered(v.to(tl.int32, bitcast=True))
-        least = tl.minimum(least, tl.where(ok, place, _MOST))
-        most = tl.maximum(most, tl.where(ok, place, _LEAST))
-    tl.store(out + r[:, None] * stride + t[None, :], byte.to(tl.uint8), mask=there)
-    return least, most
+        code = _code(v, first[:, None] + j[None, :].to(tl.int32), low, inverse, BITS, STOCHASTIC)
+        byte |= _only(there, code, 0) << (part * BITS)
+        if SEARCHES:
+            most, least_raised, most_raised = _seen(v, there, most, least_raised, most_raised, ROWS, WIDTH)
+    tl.store(out + (r * stride)[:, None] + t[None, :], byte.to(tl.uint8), mask=_there(o, t, stride, WHOLE))
+    return most, least_raised, most_raised
 
 
 def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
@@ -325,10 +400,22 @@ def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
     return x.contiguous(), line
 
 
-def _tile(length: int, rows: Rows) -> dict[str, int]:
-    """Return rows and columns of a program's tile for rows of this length, and whether 32 bits can count all rows."""
-    width = min(BLOCK, triton.next_power_of_2(max(length, 1)))
-    return {"ROWS": max(1, BLOCK // width), "WIDTH": width, "FEW": int(rows.total <= (1 << 31) - 2 * BLOCK)}
+#: The narrowest tile of rows that are divided into several tiles without a rest.
+_NARROW = 64
+
+
+def _tile(length: int, rows: Rows, bits: int = 8) -> dict[str, int]:
+    """Return constants of loops over rows of ``length`` bytes of codes: rows and columns of a program's tile, whether
+    32 bits can count all rows, whether each tile is WHOLE, and whether there are several groups.
+    """
+    width = length & -length  # the largest power of two that divides the length
+    if width < _NARROW:
+        width = max(int(_VECTOR.value), triton.next_power_of_2(length))
+    width = min(BLOCK, width)
+    return {
+        "ROWS": BLOCK // width, "WIDTH": width, "FEW": int(rows.total <= (1 << 31) - 2 * BLOCK),
+        "WHOLE": int(length % width == 0 and rows.inner * bits == 8 * length), "GROUPED": int(rows.groups > 1),
+    }  # fmt: skip
 
 
 def quantize_rows(
@@ -357,15 +444,20 @@ def dequantize_rows(
     run(
         _dequantize, programs, codes, out, ranges, ranges if factor is None else factor,
         ranges if term is None else term, *numbers, on=out, FACTOR=factor is not None, TERM=term is not None,
-        MOVES=0 if by_row else 1, HALF=out.dtype == torch.bfloat16, BITS=bits, **tile,
+        MOVES=0 if by_row else 1, HALF=out.dtype == torch.bfloat16, BITS=bits, PIECED=_pieced(length, rows), **tile,
     )  # fmt: skip
+
+
+def _pieced(length: int, rows: Rows) -> int:
+    """Return how a line of this length consists of rows: 0 if it is one row, 1 if it has one row of each group."""
+    return 0 if length == rows.inner else 1 if length == rows.groups * rows.inner else 2
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _cut(rows: Rows, bits: int) -> tuple[int, int, int, dict[str, int]]:
     """Return programs, bytes of a row, pieces of a row, and the tile, if each program has one tile."""
     stride = -(-rows.inner * bits // 8)
-    tile = _tile(stride, rows)
+    tile = _tile(stride, rows, bits) | {"PARTED": int(rows.parts > 1)}
     blocks = -(-stride // tile["WIDTH"])
     return -(-rows.total // tile["ROWS"]) * blocks, stride, blocks, tile
 
@@ -424,7 +516,8 @@ _PROGRAMS = 4096
 def _shared(rows: Rows, bits: int) -> tuple[int, int, int, int, dict[str, int]]:
     """Return bytes of a row, pieces of a row, programs of a group, tiles of a program, and the tile."""
     stride = -(-rows.inner * bits // 8)
-    tile = _tile(stride, rows)
+    tile = _tile(stride, rows, bits)
+    del tile["GROUPED"]
     blocks = -(-stride // tile["WIDTH"])
     tiles = -(-rows.outer // tile["ROWS"]) * blocks
     turns = -(-tiles // max(1, _PROGRAMS // rows.groups))
@@ -465,7 +558,7 @@ def quantize_rows_adapting(
     shape = rows.outer, groups, rows.inner, apart, stride, blocks, workers, turns, pieces, levels, fold_seed(seed)
     form = {
         "STANDARD": standard is not None, "HALF": x.dtype == torch.bfloat16, "BITS": bits, "STOCHASTIC": stochastic,
-        **tile,
+        "PIECED": _pieced(length, rows), **tile,
     }  # fmt: skip
     run(_quantize_group, groups * workers, x, out, mean, deviation, estimates, made, *shape, on=x, **form)
     numbers = float(decay), 1.0 - decay, float(drift), float(jump)

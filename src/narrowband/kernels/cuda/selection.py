@@ -46,10 +46,10 @@ _PROGRAMS = 1024
 #: The fewest elements for which candidates are stored: smaller tensors are read from the cache each time.
 _LONG = 1 << 20
 #: Elements of the sample, which one program takes; elements of a tile in the search for candidates.
-_SAMPLE, _TILE = 8192, 2048
+_SAMPLE, _TILE = 8192, 4096
 #: Standard deviations of safety margin in the sample's threshold, and in the room for candidates.
 _SAFE, _SPARE = 4.5, 6.0
-#: There is room for at most one candidate per this many elements: 16 bytes of scratch memory each.
+#: There is room for at most one candidate per this many elements: 12 bytes of scratch memory each.
 _SCARCE = 16
 
 #: Values of a digit. A row's notes begin with the counts of each value of its four digits.
@@ -333,23 +333,30 @@ def _gather(
     a, b, c, f, g, scratch, groups, table, candidates, n, room,
     KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the candidates of a tile where the next room is; the table says where, and how many."""
+    """Store the indices of a tile's candidates where the next room is; the table says where, and how many.
+
+    A thread has four neighbours at a time, so it scans and stores a quarter of what it reads, and few of these quarters
+    have a candidate. What follows is for few elements, and reads them again.
+    """
     tile = tl.program_id(0)
     i = tile.to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    value, magnitude = look(a, b, c, f, g, i, i < n, KIND, True)
-    top = tl.max(magnitude, 0)
-    if top > tl.load(scratch + _TOP):  # true for few; others need not wait for the atomic
-        tl.atomic_max(scratch + _TOP, top, sem="relaxed")
-    large = (magnitude >= tl.load(scratch + _LOW)).to(tl.int32)
-    number = tl.sum(large, 0)
+    _value, magnitude = look(a, b, c, f, g, i, i < n, KIND, True)
+    large = tl.reshape((magnitude >= tl.load(scratch + _LOW)).to(tl.int32), (WIDTH // 4, 4))
+    each = tl.sum(large, 1)
+    number = tl.sum(each, 0)
     begin = number * 0
     if number > 0:
         begin = tl.atomic_add(scratch + _FOUND, number, sem="relaxed")
         tl.atomic_add(scratch + groups + tile // GROUP, number, sem="relaxed")
-        place = begin + tl.cumsum(large, 0) - 1
-        stays = (large > 0) & (place < room)
-        tl.store(scratch + candidates + place, i.to(tl.int32), mask=stays)
-        tl.store(scratch + candidates + room + place, value.to(tl.int32, bitcast=True), mask=stays)
+        place = begin + tl.cumsum(each, 0) - each
+        held = tl.sum(large << tl.arange(0, 4)[None, :], 1)
+        first = tile * WIDTH + tl.arange(0, WIDTH // 4) * 4
+        for _turn in range(tl.max(each, 0)):
+            lowest = held & -held
+            at = first + (lowest >> 1) - (lowest >> 3)  # which of the four, by its bit
+            tl.store(scratch + candidates + place, at, mask=(held > 0) & (place < room))
+            held -= lowest
+            place += 1
     tl.store(scratch + table + 2 * tile, begin)
     tl.store(scratch + table + 2 * tile + 1, number)
 
@@ -373,51 +380,58 @@ def _arrange(
     a, b, c, f, g, scratch, groups, table, candidates, k, n, room, number_of_tiles, sharers,
     KIND: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Copy candidates end to end, in the order of their indices, behind where they were. Tally their first digit; or
-    that of all elements, if the sample misled.
+    """Copy candidates end to end, in the order of their indices, behind where they were, and then their values. Tally
+    their first digit, and find the largest magnitude; or do so with all elements, if the sample misled.
     """
     part = tl.program_id(0).to(tl.int64)
     elements, close = _amount(scratch, k, n, room, True)
     seen = tl.zeros((_VALUES,), tl.int32)
+    top = k * 0
     if close > 0:
         begin, number, first = _pieces(scratch, groups, table, number_of_tiles, part, GROUP, SHARERS)
         lane = tl.arange(0, LANES)
         for step in range(0, tl.max(number, 0), LANES):
             there = (step + lane)[None, :] < number[:, None]
             place = begin[:, None] + (step + lane)[None, :]
-            target = first[:, None] + (step + lane)[None, :] + 2 * room
+            target = first[:, None] + (step + lane)[None, :] + room
             index = tl.load(scratch + candidates + place, mask=there, other=0)
-            bits = tl.load(scratch + candidates + room + place, mask=there, other=0)
+            value, magnitude = look(a, b, c, f, g, index.to(tl.int64), there, KIND, False)
             tl.store(scratch + candidates + target, index, mask=there)
-            tl.store(scratch + candidates + room + target, bits, mask=there)
-            digit = tl.reshape((bits & MAGNITUDE) >> 23, (GROUP * LANES,))
-            seen += tl.histogram(digit, _VALUES, mask=tl.reshape(there, (GROUP * LANES,)))
+            tl.store(scratch + candidates + room + target, value.to(tl.int32, bitcast=True), mask=there)
+            magnitude = tl.reshape(magnitude, (GROUP * LANES,))
+            top = tl.maximum(top, tl.max(magnitude, 0))
+            seen += tl.histogram((magnitude >> 23) & (_VALUES - 1), _VALUES, mask=magnitude >= 0)
     else:
         tiles = tl.cdiv(elements, WIDTH)
         each = tl.cdiv(tiles, sharers)
         for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
             i = tile * WIDTH + tl.arange(0, WIDTH)
             _value, magnitude = look(a, b, c, f, g, i, i < n, KIND, False)
+            top = tl.maximum(top, tl.max(magnitude, 0))
             seen += tl.histogram((magnitude >> 23) & (_VALUES - 1), _VALUES, mask=i < n)
     tl.atomic_add(scratch + tl.arange(0, _VALUES), seen, mask=seen > 0, sem="relaxed")
+    tl.atomic_max(scratch + _TOP, top, mask=top > 0, sem="relaxed")
 
 
 @_loop
 def _take(
-    scratch, groups, table, candidates, indices, values, room, number_of_tiles,
-    GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr,
+    a, b, c, f, g, scratch, groups, table, candidates, indices, values, number_of_tiles,
+    KIND: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr,
 ):  # fmt: skip
-    """Write all candidates, in the order of their indices."""
+    """Write all candidates, in the order of their indices; find the largest magnitude."""
     part = tl.program_id(0).to(tl.int64)
     begin, number, first = _pieces(scratch, groups, table, number_of_tiles, part, GROUP, SHARERS)
     lane = tl.arange(0, LANES)
+    top = tl.max(number, 0) * 0
     for step in range(0, tl.max(number, 0), LANES):
         there = (step + lane)[None, :] < number[:, None]
-        place = scratch + candidates + begin[:, None] + (step + lane)[None, :]
+        index = tl.load(scratch + candidates + begin[:, None] + (step + lane)[None, :], mask=there, other=0)
+        value, magnitude = look(a, b, c, f, g, index.to(tl.int64), there, KIND, False)
         target = first[:, None] + (step + lane)[None, :]
-        tl.store(indices + target, tl.load(place, mask=there, other=0), mask=there)
-        bits = tl.load(place + room, mask=there, other=0)
-        tl.store(values + target, bits.to(tl.float32, bitcast=True), mask=there)
+        tl.store(indices + target, index, mask=there)
+        tl.store(values + target, value, mask=there)
+        top = tl.maximum(top, tl.max(tl.max(magnitude, 1), 0))
+    tl.atomic_max(scratch + _TOP, top, mask=top > 0, sem="relaxed")
 
 
 class Chosen(NamedTuple):
@@ -487,7 +501,7 @@ def _tally_from(digit: int, source: Source, scratch: Tensor, k: int, shared: _Sh
 
 class _Groups(NamedTuple):
     """How a long tensor's tiles are grouped, and where in scratch memory are: the number of each group's candidates,
-    the place of each tile's candidates, and the candidates themselves.
+    the place of each tile's candidates, and the candidates' indices.
     """
 
     tiles: int
@@ -520,7 +534,7 @@ def _gather_all(source: Source, k: int, rank: int, room: int) -> tuple[Tensor, _
     """Store candidates, and return the counts of their digits; or the counts of all elements. The source is written."""
     on, n = source.a, source.a.numel()
     own = _Groups.of(n)
-    scratch = own.scratch(on, 4 * room)
+    scratch = own.scratch(on, 3 * room)
     form = {"KIND": source.kind, "SHARERS": own.form["SHARERS"], "SAMPLE": _SAMPLE, "num_warps": 8}
     run(_bound, 1, *source.arguments, scratch, own.places[0], n, rank, own.sharers, on=on, **form)
     own.gather(source, scratch, room)
@@ -528,7 +542,7 @@ def _gather_all(source: Source, k: int, rank: int, room: int) -> tuple[Tensor, _
     arrays = *source.arguments, scratch, *own.places
     form = {"KIND": source.kind, **own.form, "WIDTH": BLOCK}
     run(_arrange, own.sharers, *arrays, k, n, room, own.tiles, own.sharers, on=on, **form)
-    shared = _Shared.of(n)._replace(candidates=own.places[2] + 2 * room, room=room)
+    shared = _Shared.of(n)._replace(candidates=own.places[2] + room, room=room)
     _tally_from(1, source, scratch, k, shared)
     return scratch, shared
 
@@ -598,7 +612,7 @@ def _few_reaching(source: Source, counts: Tensor, level: int, most: int, *, give
     """Select the elements of a long tensor that reach a threshold; None if there are many. The source is written."""
     on, n = source.a, source.a.numel()
     own, room = _Groups.of(n), min(n // _SCARCE, 2 * most + BLOCK)
-    scratch, groups = own.scratch(on, 2 * room), own.places[0]
+    scratch, groups = own.scratch(on, room), own.places[0]
     form = {"GIVEN": given, "SHARERS": own.form["SHARERS"]}
     run(_bound_given, 1, counts, scratch, groups, level, own.sharers, on=on, **form)
     own.gather(source, scratch, room)
@@ -607,7 +621,9 @@ def _few_reaching(source: Source, counts: Tensor, level: int, most: int, *, give
         return None
     indices = torch.empty(number, dtype=torch.int32, device=on.device)
     values = torch.empty(number, dtype=torch.float32, device=on.device)
-    run(_take, own.sharers, scratch, *own.places, indices, values, room, own.tiles, on=on, **own.form)
+    source = source.after()
+    arrays = *source.arguments, scratch, *own.places, indices, values
+    run(_take, own.sharers, *arrays, own.tiles, on=on, KIND=source.kind, **own.form)
     return Chosen(indices, values, scratch[_TOP.value : _TOP.value + 1].clone())
 
 
