@@ -258,7 +258,7 @@ lean = settings(max_examples=80, deadline=None)
 #: rows of one element.
 some_rows = st.builds(
     kernels.Rows, parts=st.sampled_from([1, 2, 3]), outer=st.sampled_from([0, 1, 2, 7]), groups=st.sampled_from([1, 3]),
-    inner=st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 127, 128, 1000])),
+    inner=st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 127, 128, 192, 1000])),
 ) | st.builds(
     kernels.Rows, parts=st.sampled_from([1, 2, 3]), outer=st.sampled_from([0, 1, 2, 7]), groups=st.integers(1, 140),
     inner=st.just(1),

@@ -8,32 +8,20 @@ if ``every`` is the second argument with all combinations of dtypes, constants a
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.backends.nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from benchmarks.instructions import compiled, instead_of_running, told_of, type_of
 from narrowband import kernels
 from narrowband.errors import PayloadError
 from narrowband.kernels import Affine, Findings, Rows, Standard, Windows
 from narrowband.kernels.backends import Backend
 
 cuda = Backend("narrowband.kernels.cuda")
-
-_TYPES = {
-    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int8: "*i8", torch.uint8: "*u8",
-    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
 
 #: Products that are added without being rounded, and divisions and roots that are only near.
 _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
@@ -42,57 +30,29 @@ _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 #: an H100 for 270,000, and PyTorch's counters do not show it.
 _STACK = 256
 
-#: Files of loops.
-FAMILIES = (
-    "checksums", "common", "compensation", "fixed", "levels", "lowrank", "masks", "momentum", "quantized", "rows",
-    "selection", "shares", "sparse", "stores",
-)  # fmt: skip
-
-
-def _type(value):
-    if isinstance(value, torch.Tensor):
-        return _TYPES[value.dtype]
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _stack(cubin: bytes) -> int:
-    """Bytes of stack that each thread of a compiled loop takes."""
-    tool = Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", told)[1])
-
 
 def main(capability: int, *, every: bool) -> None:
     found: dict[str, list[str]] = {}
     forms: dict[Any, set[Any]] = {}  # loop → what it has been compiled with
 
-    torch.empty = torch.zeros  # nothing is computed, and what is read should be possible
-
-    def compiled(loop, programs, *arguments, on, num_warps=4, **constants):
+    def compile_once(loop: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+        del programs, constants["on"]
         names = [name for name in loop.arg_names if name not in constants]
-        types = {name: _type(value) for name, value in zip(names, arguments, strict=True)}
+        types = {name: type_of(value) for name, value in zip(names, arguments, strict=True)}
         whole = frozenset([*types.items(), *constants.items(), ("warps", num_warps)])
         form, known = {whole} if every else {*types.items()}, forms.setdefault(loop, set())
         if form <= known:
             return
         known |= form
-        source = ASTSource(fn=loop, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-        target = GPUTarget("cuda", capability, 32)
-        binary = triton.compile(source, target=target, options={"enable_fp_fusion": False, "num_warps": num_warps})
+        binary = compiled(loop, arguments, constants, capability, num_warps)
         told = f"{loop.__module__.rpartition('.')[2]}.{loop.__name__} {constants}"
         wrong = _INEXACT.findall(binary.asm["ptx"])
-        stack = _stack(binary.asm["cubin"])
+        stack = int(re.search(r"STACK:(\d+)", told_of(binary.asm["cubin"], "cuobjdump", "-res-usage"))[1])
         if stack > _STACK:
             wrong.append(f"{stack} bytes of stack")
         found[told] = sorted({*found.get(told, ()), *wrong})  # of any dtypes
 
-    for family in (*FAMILIES, "launching"):  # which starts those of several tensors
-        importlib.import_module(f"narrowband.kernels.cuda.{family}").run = compiled
+    instead_of_running(compile_once)
     x, half = torch.randn(5000), torch.empty(5000, dtype=torch.bfloat16)
     out = torch.zeros(20_000, dtype=torch.uint8)
     quantizers = [("minmax", 4, True), ("absmax", 8, True), ("l2", 3, True), ("mean", 1, False)]
@@ -152,6 +112,15 @@ def main(capability: int, *, every: bool) -> None:
         )
         cuda.mask_between(y, out[:625])
         cuda.apply_mask(out[:625], y, half)
+        whole, lines = Rows(2, 13, 1, 128), Rows(1, 26, 1, 128)
+        part, coded = y[: whole.numel], out[: whole.numel]
+        cuda.quantize_rows(part, coded, whole, low, low + 1, bits=8, stochastic=True)
+        cuda.dequantize_rows(coded, part, whole, torch.zeros(2, 2), bits=8)
+        cuda.row_extremes(part, whole)
+        cuda.quantize_rows_adapting(
+            part, coded, lines, torch.ones(2, 1), 0.9, torch.zeros(1), drift=0.02, jump=4.0, bits=8, stochastic=True,
+            standard=Standard(x, x, 128),
+        )  # fmt: skip
     cuda.learn_ranges(torch.zeros(2, 9), low.repeat(5)[:9], low.repeat(5)[:9], 0.9)
     windows, position = Windows(2, 10, 10, 1, 20, 3, (2, 2), (1, 1)), torch.zeros(200, dtype=torch.int64)
     cuda.pool_places(position, out[:200], windows)

@@ -20,6 +20,17 @@ from tests.thorough import thorough
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
+#: The most instructions for each element or, where a loop comes back, in all; by loops' and launches' names. Of what a
+#: GPU is held up by, this is the part that can be counted without one.
+FEW = {
+    ("uniform-4bit-stochastic-encode", "_quantize_whole"): 26, ("sign-encode", "_quantize_whole"): 11,
+    ("uniform-2bit-stochastic-encode", "_quantize_whole"): 26, ("ef-minmax-4bit-several", "_quantize_segments"): 36,
+    ("saved-mlp-bf16-8-dequantize", "_dequantize"): 13, ("saved-norm-bf16-8-dequantize", "_dequantize"): 16,
+    ("saved-heads-bf16-8-quantize", "_quantize_group"): 580, ("saved-norm-bf16-8-quantize", "_quantize_group"): 640,
+    ("topk-exact-select", "_gather"): 500,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("form", ["90", *thorough("90 every", "80 every")])
 def test_every_loop_compiles_for_a_gpu_rounds_every_operation_and_needs_little_stack(form, tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
@@ -36,3 +47,19 @@ def test_every_loop_compiles_for_a_gpu_rounds_every_operation_and_needs_little_s
         source = inspect.getsource(importlib.import_module(f"narrowband.kernels.cuda.{family}"))
         own = {f"{family}.{name}" for name in re.findall(r"\b(?:run|_below|segments\.run)\(\s*(_\w+),", source)}
         assert own == {loop.partition(" ")[0] for loop in found if loop.startswith(family)}
+
+
+def test_loops_have_few_instructions(tmp_path):
+    record, environment = tmp_path / "record.json", {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "benchmarks.instructions", "--json", record, "--only", *{loop for loop, _ in FEW}]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert not done.returncode, done.stderr[-3000:]
+    rows = json.loads(record.read_text())["rows"]
+    found = {
+        (row["loop"], row["launch"]): row["instructions" if row["comes_back"] else "per_element"]
+        for row in rows
+        if (row["loop"], row["launch"]) in FEW
+    }
+    assert found.keys() == FEW.keys()
+    assert not {names: count for names, count in found.items() if count > FEW[names]}
+    assert "_quantize_whole" in done.stdout

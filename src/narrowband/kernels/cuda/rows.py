@@ -52,8 +52,8 @@ __all__ = [
 ]
 
 _MOST = tl.constexpr(2**31 - 1)
-#: Neighbouring elements that a thread reads at once, if they take two bytes; half of them if four.
-_VECTOR = tl.constexpr(8)
+#: The most neighbouring elements that a thread reads at once.
+_VECTOR = 8
 
 
 #: Arguments that differ from layer to layer and are not specialized: loops gain nothing if one is 1 or divisible by 16.
@@ -200,17 +200,18 @@ def _extremes(
     HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
+    VECTOR: tl.constexpr = 8 if HALF else 4
     r, _ = _numbers(tl.program_id(0), count, ROWS, FEW)
     line, group = _line(r, groups, GROUPED)
     begin = line.to(tl.int64) * apart + group.to(tl.int64) * inner
-    high = tl.full((ROWS, WIDTH // _VECTOR), LEAST, tl.int32)
-    least_raised = tl.full((ROWS, WIDTH // _VECTOR), ALL, tl.uint32)
-    most_raised = tl.zeros((ROWS, WIDTH // _VECTOR), tl.uint32)
+    high = tl.full((ROWS, WIDTH // VECTOR), LEAST, tl.int32)
+    least_raised = tl.full((ROWS, WIDTH // VECTOR), ALL, tl.uint32)
+    most_raised = tl.zeros((ROWS, WIDTH // VECTOR), tl.uint32)
     for first in range(0, inner, WIDTH):
         j = first + tl.arange(0, WIDTH)
         there = _there(r, j, inner, WHOLE)
         v = load(x + begin[:, None] + j[None, :], there, HALF)
-        high, least_raised, most_raised = _seen(v, there, high, least_raised, most_raised, ROWS, WIDTH)
+        high, least_raised, most_raised = _seen(v, there, high, least_raised, most_raised)
     low, high, finite = ends(tl.max(high, 1), tl.min(least_raised, 1), tl.max(most_raised, 1))
     tl.store(least + r, tl.where(finite, ordered(low), LEAST))
     tl.store(most + r, ordered(high))
@@ -226,15 +227,15 @@ def _only(there, x, other):
 
 
 @kernel
-def _seen(v, there, most, least_raised, most_raised, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return extremes of bits, as :func:`ends` takes them, of some values and those before. Shape: (ROWS, WIDTH //
-    _VECTOR), where each thread finds those of its own elements.
+def _seen(v, there, most, least_raised, most_raised):
+    """Return extremes of bits, as :func:`ends` takes them, of some values and those before. Neighbours that a thread
+    has read at once have extremes of their own.
     """
     bits = v.to(tl.int32, bitcast=True)
     raised = bits.to(tl.uint32, bitcast=True)
     highest, lowest_raised = _only(there, bits, LEAST), _only(there, raised, ALL)
     highest_raised = _only(there, raised, 0)
-    shape: tl.constexpr = (ROWS, WIDTH // _VECTOR, _VECTOR)
+    shape: tl.constexpr = (most.shape[0], most.shape[1], v.shape[1] // most.shape[1])
     most = tl.maximum(most, tl.max(tl.reshape(highest, shape), 2))
     least_raised = tl.minimum(least_raised, tl.min(tl.reshape(lowest_raised, shape), 2))
     return most, least_raised, tl.maximum(most_raised, tl.max(tl.reshape(highest_raised, shape), 2))
@@ -274,12 +275,13 @@ def _quantize_group(
     WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr,
 ):  # fmt: skip
     """Make codes of some tiles of a group by its estimate, and note their extremes."""
+    VECTOR: tl.constexpr = 8 if HALF else 4
     at = tl.program_id(0)
     g, worker = at // workers, at % workers
     low, step = tl.load(estimates + groups + g), tl.div_rn(tl.load(estimates + g), levels)
-    most = tl.full((ROWS, WIDTH // _VECTOR), LEAST, tl.int32)
-    least_raised = tl.full((ROWS, WIDTH // _VECTOR), ALL, tl.uint32)
-    most_raised = tl.zeros((ROWS, WIDTH // _VECTOR), tl.uint32)
+    most = tl.full((ROWS, WIDTH // VECTOR), LEAST, tl.int32)
+    least_raised = tl.full((ROWS, WIDTH // VECTOR), ALL, tl.uint32)
+    most_raised = tl.zeros((ROWS, WIDTH // VECTOR), tl.uint32)
     for turn in range(turns):
         most, least_raised, most_raised = _quantize_tile(
             x, out, mean, deviation, low, step, most, least_raised, most_raised, worker + turn * workers, g, outer,
@@ -342,11 +344,10 @@ def _quantize_group_again(
         share = tl.where(own == 0.0, 0.0, tl.div_rn(own, width))
         tl.atomic_max(_ints(note), tl.where(finite, share, float("inf")).to(tl.int32, bitcast=True))
     if drifted | (finite == 0):
-        none = tl.full((ROWS, WIDTH // _VECTOR), LEAST, tl.int32)
         for turn in range(turns):
             _quantize_tile(
-                x, out, mean, deviation, chosen_low, step, none, none, none, worker + turn * workers, g, outer, groups,
-                inner, apart, stride, blocks, pieces, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH, FEW,
+                x, out, mean, deviation, chosen_low, step, g, g, g, worker + turn * workers, g, outer, groups, inner,
+                apart, stride, blocks, pieces, folded, STANDARD, HALF, BITS, STOCHASTIC, ROWS, WIDTH, FEW,
                 WHOLE, PIECED, False,
             )  # fmt: skip
 
@@ -385,7 +386,7 @@ def _quantize_tile(
         code = _code(v, first[:, None] + j[None, :].to(tl.int32), low, inverse, BITS, STOCHASTIC)
         byte |= _only(there, code, 0) << (part * BITS)
         if SEARCHES:
-            most, least_raised, most_raised = _seen(v, there, most, least_raised, most_raised, ROWS, WIDTH)
+            most, least_raised, most_raised = _seen(v, there, most, least_raised, most_raised)
     tl.store(out + (r * stride)[:, None] + t[None, :], byte.to(tl.uint8), mask=_there(o, t, stride, WHOLE))
     return most, least_raised, most_raised
 
@@ -410,7 +411,7 @@ def _tile(length: int, rows: Rows, bits: int = 8) -> dict[str, int]:
     """
     width = length & -length  # the largest power of two that divides the length
     if width < _NARROW:
-        width = max(int(_VECTOR.value), triton.next_power_of_2(length))
+        width = max(_VECTOR, triton.next_power_of_2(length))
     width = min(BLOCK, width)
     return {
         "ROWS": BLOCK // width, "WIDTH": width, "FEW": int(rows.total <= (1 << 31) - 2 * BLOCK),
