@@ -28,10 +28,15 @@ class Said(NamedTuple):
     words: str
 
 
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The rows of a benchmark's record."""
+    rows: list[dict[str, Any]] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
+    return rows
+
+
 def bench(name: str, key: str = "name") -> dict[Any, dict[str, Any]]:
     """The rows of a benchmark's record, by name."""
-    rows = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
-    return {row[key]: row for row in rows}
+    return {row[key]: row for row in rows_of(name)}
 
 
 @functools.cache
@@ -454,6 +459,23 @@ def of_loops() -> Iterator[Said]:
     yield Said(page, f"| {top} %; {share('dgc-momentum-select-mask', of=newer)} % |")
     select = share("topk-exact-select", "topk-sampled-select", "threshold-select", of=newer, between=" %; ")
     yield Said(page, f"| exact top-k alone; from a sample; threshold | {select} % |")
+
+    def names(row: dict[str, Any]) -> tuple[str, str]:
+        return row["loop"], row["launch"]
+
+    decoded = "decode saved activations in bfloat16 from 8 bits: of heads; of an MLP; of a normalization"
+    quantize, decode = "_quantize_whole", "_dequantize"
+    uniform = [(f"uniform-{bits}bit-stochastic-encode", quantize) for bits in (4, 2)]
+    for what, form, launches in (
+        ("quantize, 4 / 2 bits; sign", "{} / {}; {}", [*uniform, ("sign-encode", quantize)]),
+        ("exact top-k alone: the pass over all elements", "{}", [("topk-exact-select", "_gather")]),
+        (decoded, "{}; {}; {}", [(f"saved-{of}-bf16-8-dequantize", decode) for of in ("heads", "mlp", "norm")]),
+    ):
+        then, now = (
+            form.format(*(f"{row['per_byte']:.1f}" for launch in launches for row in counted if launch == names(row)))
+            for counted in (rows_of("kernels-instructions-before"), rows_of("kernels-instructions"))
+        )
+        yield Said(page, f"| {what} | {then} | {now} |")
 
 
 def of_claims() -> Iterator[Said]:
