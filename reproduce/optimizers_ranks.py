@@ -1,7 +1,8 @@
 """One rank of ``reproduce.optimizers``: a small GPT, trained by one optimizer, with gradients compressed by one spec.
 
 The model reads bytes of tiny shakespeare. With LoRA it is first trained on bytes of WikiText-2, without compression,
-and only its adapters learn from tiny shakespeare. That base is trained once for all rows of a process.
+and only its adapters learn from tiny shakespeare. That base is trained once for all rows of a process. Settings of the
+optimizers are here, in code and in words (:data:`ABOUT`), and so are the specs.
 
 Run by :func:`reproduce.optimizers.run`; this module run as ``python -m`` is one rank.
 
@@ -33,7 +34,20 @@ from narrowband.bench.ranks import RankProcess
 from reproduce.data import Text, tiny_shakespeare, wikitext2
 from reproduce.tasks import Language
 
-__all__ = ["ADAMW_LR", "MIN_NUMEL", "LoRA", "Optimizer", "Row", "adapt", "train"]
+__all__ = [
+    "ABOUT",
+    "ADAMW_LR",
+    "DENSE",
+    "MIN_NUMEL",
+    "NAMES",
+    "OF_SGD",
+    "SPECS",
+    "LoRA",
+    "Optimizer",
+    "Row",
+    "adapt",
+    "train",
+]
 
 Optimizer = Literal["adamw", "sgd", "muon", "lora"]
 
@@ -49,6 +63,40 @@ ADAMW_LR = 3e-3
 #: An adapter's rank, and its alpha: its product is scaled by alpha / rank.
 _LORA_RANK = 8
 _LORA_ALPHA = 16
+
+#: Names of optimizers in words; :data:`ABOUT` has their settings.
+NAMES: dict[str, str] = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon", "lora": "LoRA"}
+ABOUT: dict[str, str] = {
+    "adamw": "AdamW with betas 0.9 and 0.95, weight decay 0.1 on matrices",
+    "sgd": "SGD with momentum 0.9, weight decay 0.0001; with `dgc`, `nb.DGCSGD` with the same settings",
+    "muon": (
+        "`torch.optim.Muon` for the matrices of the blocks, with momentum 0.95 (Nesterov's) and weight decay 0.1; for "
+        f"embeddings, head, norms and biases AdamW as above, at a learning rate of {ADAMW_LR:g}"
+    ),
+    "lora": (
+        "Adapters of rank 8 and alpha 16 at every linear layer of the blocks, trained by AdamW with betas 0.9 and "
+        "0.999, without weight decay"
+    ),
+}
+
+#: The spec of rows without compression.
+DENSE = "none"
+
+#: Codecs for gradients; and codecs that apply momentum before compression, so for SGD alone.
+SPECS: tuple[str, ...] = (
+    DENSE,
+    "fp16",
+    "uniform:bits=8",
+    "qsgd:bits=4",
+    "powersgd:rank=4",
+    "sign+ef",
+    "topk:density=0.04,values=int8+ef",
+    "topk:density=0.01+ef",
+)
+OF_SGD: tuple[str, ...] = (
+    "dgc:density=0.01,clip=1,warmup_steps={warmup}",
+    "dgc:density=0.01,clip=1,warmup_steps={warmup},accumulate=steps",
+)
 
 #: Norm above which averaged gradients are scaled down to it.
 _CLIP = 1.0
@@ -230,7 +278,7 @@ def train(row: Row, base: dict[str, Tensor] | None, text: Text, tell: Callable[.
 
 def trained_base(row: Row, text: Text, tell: Callable[..., None]) -> dict[str, Tensor]:
     """Train the row's model for ``base_steps`` of AdamW, without compression, from seed 0; return its parameters."""
-    row = replace(row, optimizer="adamw", spec="none", lr=ADAMW_LR, seed=0)
+    row = replace(row, optimizer="adamw", spec=DENSE, lr=ADAMW_LR, seed=0)
     task = Bytes(row, text, dist.get_rank(), dist.get_world_size())
     torch.manual_seed(row.seed)
     model = DDP(task.model(), gradient_as_bucket_view=True)
@@ -335,7 +383,7 @@ def _work(worker: RankProcess) -> None:
         tell = functools.partial(worker.tell, row=number)
         base = None
         if row.optimizer == "lora":
-            shape = replace(row, spec="none", lr=ADAMW_LR, seed=0)
+            shape = replace(row, spec=DENSE, lr=ADAMW_LR, seed=0)
             if shape not in bases:
                 bases[shape] = trained_base(row, _limited(wikitext2(directory), row.limit), tell)
             base = bases[shape]

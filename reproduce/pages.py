@@ -30,7 +30,7 @@ from reproduce import (
     mesa,
     mesa_memory,
     model_parallel,
-    optimizers,
+    optimizers_page,
     powersgd,
     predictions,
     sensitivity,
@@ -70,7 +70,7 @@ PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     "lgreco_times": lgreco_times_page.page,
     "local_times": local_times.page,
     "mesa_memory": mesa_memory.page,
-    "optimizers": optimizers.page,
+    "optimizers": optimizers_page.page,
     "sensitivity": sensitivity.page,
 }
 

@@ -11,23 +11,9 @@ import narrowband as nb
 from narrowband.bench.models import GPT, GPTConfig
 from narrowband.report.record import machine
 from reproduce import optimizers
-from reproduce.optimizers import (
-    ABOUT,
-    NAMES,
-    RATES,
-    SPECS,
-    Options,
-    chosen_rates,
-    compared,
-    conclusion,
-    lines,
-    main,
-    page,
-    recommended,
-    tuning,
-    warning,
-)
-from reproduce.optimizers_ranks import Row, _optimizers, _rate, adapt
+from reproduce.optimizers import RATES, Options, chosen_rates, compared, main, tuning
+from reproduce.optimizers_page import conclusion, lines, page, recommended, warning
+from reproduce.optimizers_ranks import ABOUT, NAMES, SPECS, Row, _optimizers, _rate, adapt
 from tests.reproduce.synthetic import write_all
 
 TOP, BITS, SIGN = "topk:density=0.01+ef", "qsgd:bits=4", "sign+ef"
