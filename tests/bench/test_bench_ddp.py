@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowband.bench.ddp import NO_COMMUNICATION, Config, backend_of, run
+from narrowband.bench.ddp import backend_of, run
+from narrowband.bench.ddp_rows import NO_COMMUNICATION, Config
 from narrowband.bench.models import MODELS
 from narrowband.lab import LabConfig, requirements
 from narrowband.planning import Option

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband
-from narrowband.bench.ddp import skip_communication
+from narrowband.bench.ddp_rows import skip_communication
 from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import Loopback, RankProcess, check_seed, run_ranks
 from narrowband.bench.text import Text, batch_of, standard_library

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowband.bench import ddp
+from narrowband.bench import ddp, ddp_rows
 from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import RankProcess, check_seed, run_ranks
 from narrowband.collectives import all_reduce_nbytes
@@ -122,9 +122,9 @@ class Config:
             Link.of(rate)
             self.session(rate, nodes)
 
-    def session(self, rate: str, nodes: int) -> ddp.Config:
+    def session(self, rate: str, nodes: int) -> ddp_rows.Config:
         """Return the configuration of the measurement behind one kind of link."""
-        return ddp.Config(
+        return ddp_rows.Config(
             nodes=nodes,
             per_node=self.per_node,
             rate=rate,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from narrowband.bench import adapt, ddp, foretold, gpu, kernels, memory, peers, pipeline, tensors, zoo
+from narrowband.bench import adapt, ddp, ddp_rows, foretold, gpu, kernels, memory, peers, pipeline, tensors, zoo
 from narrowband.bench.devices import check_device
 from narrowband.cli.exits import DONE, FAILED, check_folder
 from narrowband.cli.records import Record
@@ -79,7 +79,7 @@ class BenchDDP:
       narrowband bench ddp --nodes 1 --device cuda --model gpt2-small --amp --codecs none qsgd:bits=4
     """
 
-    config: Annotated[ddp.Config, tyro.conf.arg(name="")] = field(default_factory=ddp.Config)
+    config: Annotated[ddp_rows.Config, tyro.conf.arg(name="")] = field(default_factory=ddp_rows.Config)
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the rows to this file after each round, with machine, versions and command. After Ctrl-C the rounds so
     far are there; the same command starts from the beginning, because rows are compared within one session."""
