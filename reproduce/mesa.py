@@ -10,8 +10,8 @@ better in half of the memory, under mixed precision. The paper's other findings:
   other decays of the estimates are worse;
 * tables 7 and 8: operators and modules may be compressed one by one.
 
-:mod:`reproduce.mesa_memory` has how much larger a model may be in the same memory (tables 9 and 10), and how long steps
-take.
+:mod:`reproduce.mesa_memory` has how much larger a model may be in the same memory (tables 9 and 10), and
+:mod:`reproduce.mesa_steps` how long steps take.
 
 One process trains each row with one thread; ``--nodes`` rows run side by side. Rows of one seed begin with the same
 parameters and see the same images, and are compared only with each other (:mod:`reproduce.pairs`).

@@ -1,4 +1,4 @@
-"""Larger models in the memory that Mesa saves, and the time that Mesa costs (Pan et al. 2021, arXiv 2111.11124).
+"""Larger models in the memory that Mesa saves (Pan et al. 2021, arXiv 2111.11124).
 
 The paper spends the memory on larger models. Its table 9 says how much deeper, wider and larger in resolution than
 DeiT-B a model may be before 32 GB are full, at a batch of 128 under mixed precision: 3.3, 2.2 and 1.5 times. Its table
@@ -11,8 +11,7 @@ trial trains three steps in a process of its own, and the whole memory of that p
 (:func:`narrowband.bench.peaks.footprint`): model, gradients, AdamW's moments, inputs, activations, and temporary
 memory.
 
-Steps with all policies of :mod:`reproduce.mesa` are timed in one process, each right after a step of the plain model,
-and reported as ratios to that step, so that other load on the machine affects both alike.
+The same command times steps (:mod:`reproduce.mesa_steps`); record and page have both.
 
 Run ``python -m reproduce.mesa_memory`` (ten minutes on two cores, Linux), ``--quick``, ``--help``. glibc's malloc
 hardly reuses memory that is freed between tensors that stay. The record was therefore made with jemalloc:
@@ -31,7 +30,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import statistics
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +41,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from narrowband.activations import ActivationPolicy
-from narrowband.bench.memory import compare
 from narrowband.bench.models import ViT
 from narrowband.bench.peaks import footprint
 from narrowband.bench.ranks import check_seed
@@ -52,12 +49,11 @@ from narrowband.bench.ways import Way
 from narrowband.errors import UnsupportedError
 from narrowband.report.record import provenance, read_json, versions, write_json
 from narrowband.units import NOTHING, format_bytes
-from reproduce.activations import read_policy
+from reproduce import mesa_steps
 from reproduce.claims import under
 from reproduce.command import command_line, progress, show
 from reproduce.groups import Claim, claimed
-from reproduce.mesa import TIMED
-from reproduce.pairs import Finding, difference
+from reproduce.mesa_steps import Step
 from reproduce.pictures import Bar, Panel
 from reproduce.report import Column, Layout, Legend, Opening, markdown, write_page
 from reproduce.tasks import VIT
@@ -112,10 +108,8 @@ _WAYS = (
 _THEIR_BUDGET, _THEIR_PLAIN = 32 * 1024, 17_691
 _TWICE = 2
 
-#: Images in a timed step: as in training, and with ``--quick``. _HALF: the share of the plain speed that is left with
-#: 8 bits, according to the paper.
+#: Images in a timed step: as in training, and with ``--quick``.
 _TIMED_BATCH, _QUICK_BATCH = 100, 8
-_HALF = 0.5
 
 
 def build(*, batch: int, dim: int = VIT["dim"], blocks: int = VIT["blocks"], image: int = VIT["image"]) -> Subject:
@@ -208,38 +202,6 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Step:
-    """The time of a step under one policy.
-
-    Attributes:
-        name: name of the row of :mod:`reproduce.mesa`.
-        ratios: the step's time over that of the plain step right before it, one ratio per round.
-        kept_share: bytes kept for backward, as a share of those kept plain in the same arithmetic.
-    """
-
-    name: str
-    ratios: list[float]
-    kept_share: float
-
-    @property
-    def table(self) -> str:
-        """The table that this line belongs to."""
-        return "steps"
-
-    @property
-    def ratio(self) -> float:
-        """The median of ``ratios``."""
-        return statistics.median(self.ratios)
-
-    def spread(self) -> str:
-        """Return the quartiles of ``ratios``, in words."""
-        if len(self.ratios) < 2:
-            return NOTHING
-        low, _, high = statistics.quantiles(self.ratios, n=4)
-        return f"{low:.2f} to {high:.2f}"
-
-
-@dataclass(frozen=True)
 class Found:
     """All results.
 
@@ -313,11 +275,6 @@ class Trials:
         return known
 
 
-def _timed() -> list[Way]:
-    """Return the ways whose steps are timed; the plain one is first."""
-    return [Way(row.name, read_policy(row.activations), amp=row.amp) for row in TIMED]
-
-
 def measure(
     axes: Sequence[Axis],
     ways: Sequence[Way],
@@ -379,10 +336,7 @@ def measure(
                         {name: list(tried.items()) for name, (_, tried) in results.items()},
                     )
                 )
-        rows = compare(
-            timed, functools.partial(build, batch=batch), rounds=rounds, peaks=False, seed=seed, on_event=tell
-        )
-        steps = [Step(row["name"], row["ratios"], 1 - row["saved_of_own"]) for row in rows]
+        steps = mesa_steps.measure(timed, functools.partial(build, batch=batch), rounds=rounds, seed=seed, tell=tell)
         return Found(budget, base, twice.result(), limits, steps)
     finally:
         torch.set_num_threads(threads)
@@ -393,8 +347,7 @@ def measure(
 
 def claims(found: Found) -> list[Claim]:
     """Return the paper's claims, and whether they held."""
-    steps = {step.name: step for step in found.steps}
-    return [*under("Memory", _of_memory(found)), *under("Time of a step", _of_time(steps))]
+    return [*under("Memory", _of_memory(found)), *under("Time of a step", mesa_steps.claims(found.steps))]
 
 
 def _of_memory(found: Found) -> Iterator[Claim]:
@@ -417,31 +370,6 @@ def _of_memory(found: Found) -> Iterator[Claim]:
     )
 
 
-def _of_time(steps: Mapping[str, Step]) -> Iterator[Claim]:
-    half = f"8 bits of everything: training is at least {_HALF:.0%} as fast"
-    yield _faster(half, steps, "mesa", None)
-    yield _faster("table 2: running estimates are faster than statistics per sample", steps, "mesa", "per sample")
-    yield _faster("table 3: rounding to the nearest is faster than at random", steps, "nearest", "mesa")
-    yield _faster("table 4: symmetric ranges are faster than asymmetric ones", steps, "symmetric", "mesa")
-    yield _faster("table 8: attention costs more time than feed-forward", steps, "feed-forward", "attention")
-
-
-def _faster(text: str, steps: Mapping[str, Step], one: str, other: str | None) -> Claim:
-    """Judge, by paired rounds, the claim that a row's step is faster than another row's, or than two plain steps."""
-    if not {one, other or one} <= steps.keys():
-        return Claim(text, None, f"needs steps of {one}{f' and {other}' if other else ''}")
-    own = dict(enumerate(steps[one].ratios))
-    to = dict(enumerate(steps[other].ratios)) if other else dict.fromkeys(own, 1 / _HALF)
-    apart = difference(own, to, names=(one, other or "the bound"), higher_is_better=False)
-    told = "; ".join(
-        f"{name} {steps[name].ratio:.2f} times a plain step (quartiles {steps[name].spread()})"
-        for name in (one, other)
-        if name
-    )
-    figures = f"{told}; {f'round by round {apart.figure()}' if other else f'{apart.figure()} from {1 / _HALF:g} times'}"
-    return claimed(text, Finding(apart.better().held), figures)
-
-
 # ---- tables and page -------------------------------------------------------------------------------------------------
 
 _LEGEND: Legend = (
@@ -462,8 +390,7 @@ _LEGEND: Legend = (
     ),
     ("/bf16", "8 bits under bf16 over plain bf16; /base: the same over the size that the model has otherwise"),
     ("paper", "that of DeiT-B"),
-    ("step", "the median over rounds of a row's step over the plain float32 step right before it, in one process"),
-    ("kept", "of a step's activations, as a share of what is kept plain in the same arithmetic"),
+    *mesa_steps.LEGEND,
 )
 
 
@@ -480,12 +407,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("/base", lambda limit: f"{limit.times(_EIGHT.name):.2f}×"),
         ("paper", lambda limit: NOTHING if limit.paper is None else f"{limit.paper:g}×"),
     ),
-    "steps": (
-        ("row", lambda step: step.name),
-        ("step", lambda step: f"{step.ratio:.2f}×"),
-        ("quartiles", Step.spread),
-        ("kept", lambda step: f"{step.kept_share:.0%}"),
-    ),
+    "steps": mesa_steps.COLUMNS,
 }
 _TITLES = {"limits": "The largest that fits (tables 9 and 10)", "steps": "Steps, by policy"}
 
@@ -635,7 +557,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         found = measure(
             _AXES[-1:] if options.quick else _AXES,
             _WAYS[:2] if options.quick else _WAYS,
-            [way for way in _timed() if not options.quick or way.name in ("dense", "mesa")],
+            mesa_steps.timed(quick=options.quick),
             trial=Trials(directory / "trials.json", seed=options.seed, resume=options.resume, tell=tell),
             batch=batch,
             rounds=options.rounds,

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from reproduce import mesa_memory
-from reproduce.mesa_memory import Found, Limit, Step, build, claims, largest
+from reproduce.mesa_memory import Found, Limit, build, claims, largest
+from reproduce.mesa_steps import Step
 from reproduce.report import table
 
 # ---- the search ------------------------------------------------------------------------------------------------------
