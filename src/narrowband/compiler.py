@@ -51,9 +51,9 @@ def unseen(function: Callable[_P, _T]) -> Callable[_P, _T]:
     are called by a wrapper, whose code object is marked instead.
 
     This is safe: only code of this library is marked, and Dynamo's state is restored when the call returns. It is also
-    cheap, because nothing is checked at run time. PyTorch's own decorator takes several times as long as the wrapper
-    and imports Dynamo, which takes seconds; a step may make thousands of such calls, and hardly any of them is in
-    compiled code.
+    cheap, because nothing is checked at run time. PyTorch's own decorator does more in every call than the wrapper,
+    and imports Dynamo, which is slow; a step may make thousands of such calls, and hardly any of them is in compiled
+    code.
 
     Args:
         function: any callable, such as a hook, or a method.

@@ -3,9 +3,9 @@
 Codes live until backward, activations for a moment only. If both were in one heap, freed codes would leave gaps there,
 which the process cannot return to the system. So codes have large pieces of memory to themselves.
 
-Allocating a new piece costs more than writing codes into it, since Linux provides it page by page: 64 MiB take 21 ms in
-pages of 4 KiB, 2.5 ms in pages of 2 MiB where whole ones are free, and 120 ms where Linux has to compact small pages
-first (AMD EPYC, one thread; to make codes of that size takes 18 ms). So pieces are kept from pass to pass.
+Linux provides a new piece page by page, at the first write to each page. Pages of 2 MiB are fewer than those of 4 KiB,
+but where no whole one is free, Linux first compacts small pages, which can take longer than to make the codes. So
+pieces are kept from pass to pass.
 """
 
 from __future__ import annotations

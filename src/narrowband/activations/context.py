@@ -297,8 +297,8 @@ class _Collector:
     """Pauses Python's garbage collector during forward passes, in all threads.
 
     A pass creates many objects that live until backward. That many new objects trigger a collection, and after some
-    steps a full collection of all objects of the process, which takes a tenth of a second or more. So the objects of a
-    pass are not counted: the collector's threshold is raised by their number.
+    steps a full collection, which looks at all objects of the process. So the objects of a pass are not counted: the
+    collector's threshold is raised by their number.
     """
 
     def __init__(self) -> None:

@@ -61,8 +61,8 @@ class LowRank(Codec):
     """Two factors of low rank per matrix, by power iteration (Vogels et al., arXiv 1905.13727). Use with ``+ef``.
 
     P = orthogonalized M·Q for a random Q, then Q = Mᵀ·P; the decoded matrix is P·Qᵀ, the projection of M on the
-    columns of P. The payload holds both factors column by column, because products of matrices in this layout are
-    several times faster.
+    columns of P. The payload holds both factors column by column, because products of matrices are faster in this
+    layout.
 
     Args:
         rank: columns of the two factors.

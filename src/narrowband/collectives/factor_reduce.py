@@ -9,7 +9,7 @@ For every matrix M (n × m) of a rank, and a factor Q that is equal on all ranks
 
 One all-reduce carries the P of all matrices of an exchange, and one carries the Q. Matrices that are not worth
 factoring travel uncompressed with P. Matrices of equal shape take part in one batched product, where their memory is
-contiguous. Factors are stored transposed (Qᵀ, Pᵀ), which makes the products several times faster.
+contiguous. Factors are stored transposed (Qᵀ, Pᵀ), which makes the products faster.
 
 Inf and NaN survive both sums, and the sums are the same on every rank. So all ranks know of them without a flag.
 """

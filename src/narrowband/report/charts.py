@@ -38,7 +38,7 @@ class Chart:
 
 
 def unchecked() -> AbstractContextManager[None]:
-    """Turn off Altair's check of charts against the schema of Vega-Lite, which takes many times as long as making them.
+    """Turn off Altair's check of charts against the schema of Vega-Lite, which takes longer than making them.
     Tests check the charts of a page instead.
     """
     from altair.utils.schemapi import debug_mode
