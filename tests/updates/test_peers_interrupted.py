@@ -112,7 +112,7 @@ def interrupt(stop_at, passed, until=None):
 
     def traced(frame, event, _):
         code = frame.f_code
-        if not code.co_filename.endswith(("updates/elastic.py", "updates/rendezvous.py")):
+        if not code.co_filename.endswith(("updates/elastic.py", "updates/connections.py", "updates/rendezvous.py")):
             return None
         if code.co_name == until:
             sys.settrace(None)

@@ -12,14 +12,7 @@ update is applied twice. A peer that was left out contributes its update in the 
 The mean is weighted by the steps that each peer has taken since it was last in a round, or by what it has counted in
 them, such as tokens. A peer that has just come has weight 0.
 
-The peers' connections are the process's default group of torch.distributed. The group is created anew whenever the
-peers of a round are not those of the round before.
-
-A peer that freezes in an exchange sends no sign of it, so the others can only wait. The first exchange among the same
-peers may take ``exchange_s``, and shows how long an exchange takes. A later one is broken off when it takes ten times
-as long as any before it, longer than the grace window, and longer than a busy machine pauses. It is held again with new
-connections, and may take ``exchange_s`` then; so an exchange that is slow for a reason, such as ``pause()``, is
-repeated once.
+:mod:`narrowband.updates.connections` connects the peers of a round, and says how long an exchange may take.
 """
 
 from __future__ import annotations
@@ -28,7 +21,6 @@ import contextlib
 import hashlib
 import logging
 import math
-import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -45,6 +37,7 @@ from narrowband.collectives import new_group
 from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.updates.averaged import floating_buffers
 from narrowband.updates.changed import Changes, all_or_none
+from narrowband.updates.connections import Connections
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
 from narrowband.updates.rounds import UpdateCompression
 from narrowband.updates.stepping import facts_of, in_training
@@ -63,12 +56,6 @@ if TYPE_CHECKING:
 __all__ = ["ElasticUpdateCompression"]
 
 log = logging.getLogger(__name__)
-
-#: An exchange is broken off when it takes this many times as long as the longest before it among the same peers.
-_SLOWER = 10
-
-#: No exchange is broken off before this many seconds: a machine that is short of memory or cores pauses, and goes on.
-_PAUSES_S = 5.0
 
 #: The value of ``every`` for rounds that are due by time instead of steps.
 _MANY = 1 << 40
@@ -97,8 +84,7 @@ class ElasticUpdateCompression(UpdateCompression):
         steps = rounds.every if isinstance(rounds.every, int) else _MANY
         _refuse(model, settings, rounds)
         self._rules = rendezvous
-        self._linked = self._warned = False
-        self._longest_s: float | None = None  # the longest exchange over the current connections
+        self._connections, self._linked = Connections(rendezvous), False
         self._counted, self._has_counted = 0.0, False
         self._changes = Changes()
         self._round = -1  # number of commits since the peers' run began in the store; -1: not in a round yet
@@ -263,7 +249,6 @@ class ElasticUpdateCompression(UpdateCompression):
                 try:
                     if self._meeting.is_open(view) and ("_engine" not in vars(self) or self._check_others(view)):
                         if view.fresh or not self._linked:
-                            self._longest_s = None
                             link(view)
                             self._linked = True
                             self._check_next = True  # on all peers of a fresh view, so that all check in the same round
@@ -277,14 +262,15 @@ class ElasticUpdateCompression(UpdateCompression):
                         view.round + self._rounds_before,
                         error,
                     )
-                committed = self._meeting.vote(view, good=good, within_s=self._breaks_off_after_s())
+                committed = self._meeting.vote(view, good=good, within_s=self._connections.breaks_off_after_s)
             except BaseException:
                 self._leave_round()
                 raise
             if committed:
                 self._unsettled = None
-                self._expect(took)
                 if took is not None:  # otherwise all weights are 0, and there is no mean
+                    if self.process_group is not None:
+                        self._connections.expect(took, self.process_group)
                     self._apply(self._fragments, self._averaged.tensors())
                 self._round, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
                 self._has_its_round, self._changes.found = True, False
@@ -318,19 +304,6 @@ class ElasticUpdateCompression(UpdateCompression):
         self._leave_round()
         super()._check_between_steps(what)
 
-    def _breaks_off_after_s(self) -> float:
-        """Return the seconds after which an exchange is broken off now."""
-        if self._longest_s is None:
-            return self._rules.exchange_s
-        return min(self._rules.exchange_s, max(self._rules.grace_s, _PAUSES_S, _SLOWER * self._longest_s))
-
-    def _expect(self, took: float | None) -> None:
-        """Set the time-out of the next exchange by how long this one took."""
-        group = self.process_group
-        if took is not None and group is not None:
-            self._longest_s = max(took, self._longest_s or 0.0)
-            group.set_timeout(timedelta(seconds=self._breaks_off_after_s()))
-
     def _meet(self, view: View, *, brings: bool) -> float | None:
         """Scale this peer's update by its weight, and exchange.
 
@@ -352,13 +325,8 @@ class ElasticUpdateCompression(UpdateCompression):
         self._scaled_by = share or 1.0
         began = time.monotonic()
         self._exchange(self._fragments, share=share if brings else 0.0)
-        if (took := time.monotonic() - began) > 0.5 * self._rules.exchange_s and not self._warned:
-            self._warned = True
-            log.warning(
-                "an exchange took %.0f s, and is broken off after exchange_s=%g; increase exchange_s, or compress more",
-                took,
-                self._rules.exchange_s,
-            )
+        took = time.monotonic() - began
+        self._connections.warn_if_slow(took)
         return took
 
     def _drop_buffers(self) -> None:
@@ -396,19 +364,7 @@ class ElasticUpdateCompression(UpdateCompression):
     def _open(self, view: View) -> dist.ProcessGroup:
         """Connect the peers of a view."""
         self._view = view
-        hook = sys.excepthook
-        dist.init_process_group(
-            "gloo",
-            store=self._meeting.store_of(view),
-            rank=view.rank,
-            world_size=view.size,
-            timeout=timedelta(seconds=self._rules.exchange_s),
-        )
-        # PyTorch wraps the hook each time, to write a rank before every line. Here the rank differs from link to link.
-        sys.excepthook = hook
-        group = dist.group.WORLD
-        assert group is not None
-        return group
+        return self._connections.open(view, self._meeting.store_of(view))
 
     def _relink(self, view: View, before: Mapping[str, Any]) -> None:
         """Connect to the peers of a view. Peers that are behind get what they lack from the first."""
@@ -444,9 +400,7 @@ class ElasticUpdateCompression(UpdateCompression):
             self._engine.error = None  # it stopped connections that are closed now; the next ones have their own engine
             self._peers.group = None  # dropping the group closes its connections, which peers that wait notice
         self._linked = False
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # raised if peers are gone
-                dist.destroy_process_group()
+        self._connections.close()
 
     @torch.no_grad()
     def _share(self, view: View) -> None:
