@@ -52,7 +52,7 @@ def as_torchrun_does(rank, world_size, port, script, arguments):
 
 
 @pytest.mark.parametrize("options", [[], *thorough(["--sharded"])])
-def test_everything_learns_alike_with_and_without_the_plan(tmp_path, options):
+def test_everything_learns_alike_plain_and_compressed(tmp_path, options):
     arguments = ["--steps", "8", "--json", str(tmp_path / "found.json"), *options]
     printed, *nothing = run_ranks(
         as_torchrun_does, 4, free_port(), "everything.py", arguments, timeout_s=180.0, group=False, fresh=True
@@ -66,8 +66,8 @@ def test_everything_learns_alike_with_and_without_the_plan(tmp_path, options):
         ("their gradients", 3.8),
         ("saved for backward", 4.5),
     ):
-        plain, plan = rows[f"{name}, MB"]
-        assert plain > times * plan > 0
+        plain, compressed = rows[f"{name}, MB"]
+        assert plain > times * compressed > 0
     for loss in rows["loss"]:
         assert loss < 4.5  # guessing bytes evenly would be ln 256 = 5.5
     assert abs(rows["loss"][0] - rows["loss"][1]) < 0.05

@@ -195,7 +195,7 @@ class _Run:
         """Receive events until all peers are done."""
         config, waiting = self._config, dict(self._peers)
         killed_at = frozen_at = None
-        plan = {"kill": config.kill, "rejoin": config.rejoin, "freeze": config.freeze} if self._disturbed else {}
+        due = {"kill": config.kill, "rejoin": config.rejoin, "freeze": config.freeze} if self._disturbed else {}
         while waiting:
             ready = connection.wait([pipe for _, pipe in waiting.values()], timeout=0.2)
             now = time.monotonic()
@@ -221,18 +221,18 @@ class _Run:
                 else:
                     self._note(name, event)
             latest = max(self._first, default=0)
-            if plan.get("kill") and latest >= plan["kill"]:
-                del plan["kill"]
+            if due.get("kill") and latest >= due["kill"]:
+                del due["kill"]
                 killed_at = now
                 self._peers["0"][0].kill()
-            if "kill" not in plan and plan.get("rejoin") and latest >= plan["rejoin"]:
-                del plan["rejoin"]
+            if "kill" not in due and due.get("rejoin") and latest >= due["rejoin"]:
+                del due["rejoin"]
                 self._absent_s += now - (killed_at or now)
                 self._start("again")
                 self._took_part["again"] = []
                 waiting["again"] = self._peers["again"]
-            if plan.get("freeze") and latest >= plan["freeze"]:
-                del plan["freeze"]
+            if due.get("freeze") and latest >= due["freeze"]:
+                del due["freeze"]
                 frozen_at = now
                 os.kill(self._peers["1"][0].pid or 0, signal.SIGSTOP)
             if frozen_at is not None and now - frozen_at > config.freeze_s:

@@ -144,19 +144,19 @@ def predict(profile: Profile, option: Option, network: Network) -> Predicted:
     """
     machine = network.machine(profile.threads)
     if option.every:
-        return _Plan(of_a_round(profile), option, network).with_rounds(machine)
-    plan = _Plan(profile, option, network)
+        return _Messages(of_a_round(profile), option, network).with_rounds(machine)
+    messages = _Messages(profile, option, network)
     step = Step(
         profile.forward_s + profile.backward_s,
-        plan.arrivals([profile.forward_s + bucket.ready_s for bucket in profile.buckets]),
+        messages.arrivals([profile.forward_s + bucket.ready_s for bucket in profile.buckets]),
         profile.optimizer_s,
-        transaction=plan.stateful,
+        transaction=messages.stateful,
     )
     outcome = simulate(step, machine)
-    return Predicted(option, plan.collective, outcome, plan.sent_nbytes, step.nbytes, plan.residual_nbytes)
+    return Predicted(option, messages.collective, outcome, messages.sent_nbytes, step.nbytes, messages.residual_nbytes)
 
 
-class _Plan:
+class _Messages:
     """The messages of one option."""
 
     def __init__(self, profile: Profile, option: Option, network: Network) -> None:

@@ -227,7 +227,7 @@ def advice_legend(width: int) -> str:
 
 
 def advice_table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Table:
-    """The rows of ``plan``, the fastest first. Below 120 columns, the parts of a step are left out."""
+    """The rows of ``narrowband plan``, the fastest first. Below 120 columns, the parts of a step are left out."""
     parts = {"compute": "compute_s", "codec": "codec_s", "wire": "wire_s", "wait": "latency_s"}
     wide = width >= _WIDE
     shown = ("option", "step", *parts, "sent", "memory", "loss", "by") if wide else ("option", "step", "sent", "loss")
@@ -291,7 +291,7 @@ def _sides(sides: Sequence[dict[str, Any]]) -> str:
 
 
 def pairs_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The links between machines that ``plan --measure`` found."""
+    """The links between machines that ``narrowband plan --measure`` found."""
     table = _table("Links, one direction at a time, as payload", "from", "to", "rate", "latency")
     for row in rows:
         rate, latency = format_rate(row["rate"]), format_seconds(row["latency_s"])
@@ -328,7 +328,7 @@ def _off(said: float, was: float | None) -> float | None:
 
 
 def range_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """The rows of ``plan`` for a range: a line for each number of machines, a column for each link."""
+    """The rows of ``narrowband plan`` for a range: a line for each number of machines, a column for each link."""
     rates = list(dict.fromkeys(row["rate_bits_per_s"] for row in rows))
     table = _table(title, "machines", *(format_rate(rate).replace(" ", "\n") for rate in rates))
     cells = {(row["nodes"], row["rate_bits_per_s"]): row for row in rows}

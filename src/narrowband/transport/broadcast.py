@@ -101,7 +101,7 @@ class Broadcast(Transport):
                 dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     def _what_others_want(self, wanted: Wanted, group: dist.ProcessGroup) -> list[list[Range]]:
-        """Return for each rank the ranges of this rank's buffer that it wants; asked for once for every plan."""
+        """Return for each rank the ranges of this rank's buffer that it wants; asked for once for every ``wanted``."""
         key = tuple(tuple(ranges) for ranges in wanted)
         if key not in self._asked:
             everybody: list[Wanted] = [()] * len(self._ranks)

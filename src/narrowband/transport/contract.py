@@ -92,7 +92,7 @@ class Transport(ABC):
         """Send this rank's buffer, and receive the wanted ranges of the others' buffers. All ranks call this in the
         same order. When it returns, the wanted ranges have arrived, and ``outgoing`` may be changed.
 
-        ``wanted`` follows from a plan that all ranks share: it changes on all of them in the same call, or on none.
+        ``wanted`` changes on all ranks in the same call, or on none.
 
         Args:
             outgoing: uint8, contiguous; what this rank sends.
