@@ -26,7 +26,7 @@ from reproduce.claims import under
 from reproduce.groups import Claim, claimed
 from reproduce.pairs import Difference, difference
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Opening, markdown, write_page
+from reproduce.report import Column, Layout, Opening, write_results
 
 __all__ = ["LAYOUT", "TITLES", "Line", "claims", "lines", "page"]
 
@@ -350,20 +350,14 @@ _PAPER = (
 def page(record: Mapping[str, Any], path: Path) -> None:
     """Write the page of results from a record, the content of ``summary.json``."""
     found = lines(record["rows"])
-    write_page(
+    write_results(
         path,
-        lambda pictures: markdown(
-            found,
-            TITLES,
-            claims(found),
-            LAYOUT,
-            opening=_OPENING,
-            paper=_PAPER,
-            page=path.stem,
-            pictures=pictures,
-            record=dict(record),
-            commits=sorted({str(row["commit"]) for row in record["rows"]}),
-        ),
         found,
-        _OPENING,
+        TITLES,
+        claims(found),
+        LAYOUT,
+        opening=_OPENING,
+        paper=_PAPER,
+        record=record,
+        commits=sorted({str(row["commit"]) for row in record["rows"]}),
     )

@@ -19,7 +19,7 @@ from narrowband.units import format_loss, format_seconds
 from reproduce.data import places
 from reproduce.groups import Claim, Group, groups
 from reproduce.html import write_beside
-from reproduce.report import PER_TASK, Layout, Opening, markdown, pictures_of, ran_on, table, write_page
+from reproduce.report import PER_TASK, Layout, Opening, pictures_of, ran_on, table, write_results
 from reproduce.row import Row
 from reproduce.training import recorded, run
 
@@ -334,22 +334,16 @@ def page(
         claims: judged claims; judged by the rows when left out.
     """
     found = groups(rows)
-    write_page(
+    write_results(
         path,
-        lambda pictures: markdown(
-            found,
-            experiment.titles,
-            experiment.claims(found) if claims is None else claims,
-            experiment.layout,
-            opening=experiment.opening,
-            paper=experiment.paper,
-            page=path.stem,
-            pictures=pictures,
-            record=record | {"took": took(rows)},
-            commits=sorted({str(row["commit"]) for row in rows}),
-        ),
         found,
-        experiment.opening,
+        experiment.titles,
+        experiment.claims(found) if claims is None else claims,
+        experiment.layout,
+        opening=experiment.opening,
+        paper=experiment.paper,
+        record=record | {"took": took(rows)},
+        commits=sorted({str(row["commit"]) for row in rows}),
     )
 
 

@@ -71,7 +71,7 @@ from reproduce.groups import Claim, claimed
 from reproduce.html import write_beside
 from reproduce.pairs import Finding, difference, every
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Legend, Opening, markdown, write_page
+from reproduce.report import Column, Layout, Legend, Opening, write_results
 from reproduce.row import files_of
 from reproduce.tasks import Task, in_words, load
 
@@ -788,22 +788,16 @@ def page(record: Mapping[str, Any], path: Path) -> None:
     for setting in settings:
         titles |= _titles(setting["title"], setting["task"])
     layout = _layout(rows, _trained(record))
-    write_page(
+    write_results(
         path,
-        lambda pictures: markdown(
-            rows,
-            titles,
-            claims(rows) if record["claims"] else [],
-            layout,
-            opening=_OPENING,
-            paper=_PAPER,
-            page=path.stem,
-            pictures=pictures,
-            record=dict(record),
-            commits=[str(record["commit"])],
-        ),
         rows,
-        _OPENING,
+        titles,
+        claims(rows) if record["claims"] else [],
+        layout,
+        opening=_OPENING,
+        paper=_PAPER,
+        record=record,
+        commits=[str(record["commit"])],
     )
 
 

@@ -18,7 +18,7 @@ from reproduce.groups import NOTHING, Claim, claimed
 from reproduce.lgreco_times_ranks import BETAS, BYTES, DENSE, PLANS, PRIORITY, SECONDS, UNIFORM, WEIGHT_DECAY
 from reproduce.pairs import Difference, Finding, difference
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Legend, Opening, markdown, write_page
+from reproduce.report import Column, Layout, Legend, Opening, write_results
 
 __all__ = ["LAYOUT", "PAPER", "TITLES", "Family", "Line", "Timed", "claims", "families", "lines", "page"]
 
@@ -411,20 +411,14 @@ def page(record: Mapping[str, Any], path: Path) -> None:
     """Write the page of results from a record, the content of ``summary.json``."""
     found = families(record["rows"])
     opening = _opening(record["config"], record["rows"])
-    write_page(
+    write_results(
         path,
-        lambda pictures: markdown(
-            lines(found),
-            TITLES,
-            [] if record["quick"] else claims(found),
-            LAYOUT,
-            opening=opening,
-            paper=PAPER,
-            page=path.stem,
-            pictures=pictures,
-            record=dict(record),
-            commits=sorted({str(row["commit"]) for row in record["rows"]}),
-        ),
         lines(found),
-        opening,
+        TITLES,
+        [] if record["quick"] else claims(found),
+        LAYOUT,
+        opening=opening,
+        paper=PAPER,
+        record=record,
+        commits=sorted({str(row["commit"]) for row in record["rows"]}),
     )

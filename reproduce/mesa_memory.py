@@ -55,7 +55,7 @@ from reproduce.command import command_line, progress, show
 from reproduce.groups import Claim, claimed
 from reproduce.mesa_steps import Step
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Legend, Opening, markdown, write_page
+from reproduce.report import Column, Layout, Legend, Opening, write_results
 from reproduce.tasks import VIT
 
 if TYPE_CHECKING:
@@ -489,22 +489,16 @@ def page(record: Mapping[str, Any], path: Path) -> None:
     """Write the page of a record (the content of ``summary.json``)."""
     found = _read(record)
     opening = replace(_OPENING, found=lambda _: _conclusion(found), panels=lambda _: _panels(found))
-    write_page(
+    write_results(
         path,
-        lambda pictures: markdown(
-            found.lines,
-            _TITLES,
-            claims(found) if record["claims"] else [],
-            _layout(record),
-            opening=opening,
-            paper=_PAPER,
-            page=path.stem,
-            pictures=pictures,
-            record=dict(record),
-            commits=[str(record["commit"])],
-        ),
         found.lines,
-        opening,
+        _TITLES,
+        claims(found) if record["claims"] else [],
+        _layout(record),
+        opening=opening,
+        paper=_PAPER,
+        record=record,
+        commits=[str(record["commit"])],
     )
 
 

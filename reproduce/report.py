@@ -43,6 +43,7 @@ __all__ = [
     "source",
     "table",
     "write_page",
+    "write_results",
 ]
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -336,6 +337,42 @@ def markdown(
 
 def _sentence(said: str) -> str:
     return said[:1].upper() + said[1:]
+
+
+def write_results(
+    path: Path,
+    found: Sequence[Any],
+    titles: dict[str, str],
+    claims: Sequence[Claim],
+    layout: Layout,
+    *,
+    opening: Opening,
+    paper: str,
+    record: Mapping[str, Any],
+    commits: Sequence[str],
+) -> None:
+    """Write the page of :func:`markdown`, which has the other arguments, and its opening's picture.
+
+    Args:
+        path: where to write the page.
+    """
+    write_page(
+        path,
+        lambda pictures: markdown(
+            found,
+            titles,
+            claims,
+            layout,
+            opening=opening,
+            paper=paper,
+            page=path.stem,
+            pictures=pictures,
+            record=dict(record),
+            commits=commits,
+        ),
+        found,
+        opening,
+    )
 
 
 def covered(found: Any, opening: Opening) -> list[str]:

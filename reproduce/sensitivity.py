@@ -69,7 +69,7 @@ from reproduce.groups import Claim, claimed
 from reproduce.html import write_beside
 from reproduce.pairs import Finding, every, student
 from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Legend, Opening, markdown, write_page
+from reproduce.report import Column, Layout, Legend, Opening, write_results
 from reproduce.row import files_of
 
 if TYPE_CHECKING:
@@ -698,22 +698,16 @@ def page(record: Mapping[str, Any], path: Path) -> None:
     """Write the page of a record (the content of ``summary.json``)."""
     rows = record["rows"]
     lines = lines_of(rows)
-    write_page(
+    write_results(
         path,
-        lambda pictures: markdown(
-            lines,
-            _TITLES,
-            claims(rows) if record["claims"] else [],
-            _LAYOUT,
-            opening=_OPENING,
-            paper=_PAPER,
-            page=path.stem,
-            pictures=pictures,
-            record=dict(record),
-            commits=sorted({str(row["commit"]) for row in rows}),
-        ),
         lines,
-        _OPENING,
+        _TITLES,
+        claims(rows) if record["claims"] else [],
+        _LAYOUT,
+        opening=_OPENING,
+        paper=_PAPER,
+        record=record,
+        commits=sorted({str(row["commit"]) for row in rows}),
     )
 
 
