@@ -323,6 +323,13 @@ class Feedback(State):
         """Return whether :meth:`roll_back` can also undo :meth:`commit`, as long as nobody else writes to ``x``."""
         return False
 
+    def _check_commit(self, x: Tensor) -> None:
+        """Raise ValueError unless ``x`` may be encoded and committed in one call."""
+        if not self.can_roll_back(x):
+            raise ValueError(
+                f"commit=True needs float32; a step of {x.dtype} can be committed only after it is decided"
+            )
+
     @abstractmethod
     def roll_back(self, key: str, x: Tensor) -> None:
         """Restore the state from before :meth:`encode`, for a step that does not count. ``x`` is then free again."""

@@ -222,10 +222,8 @@ class DGC(Feedback):
         out: Tensor | None = None,
         commit: bool = False,
     ) -> tuple[bool, Tensor]:
-        if commit and not self.can_roll_back(x):
-            raise ValueError(
-                f"commit=True needs float32; a step of {x.dtype} can be committed only after it is decided"
-            )
+        if commit:
+            self._check_commit(x)
         self._seeds[key] = seed
         if not self.holds(key):
             self._close(key, *(torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for _ in range(2)))

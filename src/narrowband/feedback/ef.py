@@ -152,10 +152,8 @@ class ErrorFeedback(Feedback):
         commit: bool = False,
     ) -> tuple[bool, Tensor]:
         self._open(key, x, seed)
-        if commit and not self.can_roll_back(x):
-            raise ValueError(
-                f"commit=True needs float32; a step of {x.dtype} can be committed only after it is decided"
-            )
+        if commit:
+            self._check_commit(x)
         if commit and isinstance(codec, SelectingCodec) and self._keeps_in_one_pass(codec, shape):
             return self._encode_kept(key, x, codec, shape=shape, seed=seed, out=out)
         residual = self._residuals[key] if self.store == "fp32" else self._kept[key].read()
