@@ -15,26 +15,8 @@ some batches. For each of the following batches, the gradient is computed exactl
 
 As in the paper, results that could be recomputed are kept, too (``derive=False``).
 
-With g the exact gradient of a batch and ĝ the one to compare, these figures are shares of √E‖g‖², over batches:
-
-* the *error*, √E‖ĝ − g‖², of a single step;
-* the *bias*, √E‖E[ĝ − g]‖², with the inner mean over roundings: what would remain of a batch's error if rounding were
-  repeated forever and averaged. Rounding to the nearest gives the same result every time: all of its error is bias;
-* what remains *over batches*, ‖E[ĝ − g]‖, with the mean over batches and roundings: what training does not average out.
-
-The last two are squared norms of means, estimated from only m samples. The squared norm of the sample mean would
-include the mean's noise. The mean inner product of two different samples does not, so it is used here. It is still
-uncertain where few elements carry most of an error, and it hardly tells a small bias from none.
-
-The yardstick is another batch: √E‖g − g′‖² for two batches. Half of its square is the noise variance σ² that every
-gradient has. An error adds to the variance as a smaller batch would: the variance is inverse to the batch size.
-
-Two rows are compared batch by batch, since every row has the same batches. The comparison is of squares, whose roots
-the figures are. The margin is half of the 95 % interval of the mean difference (Student's t over batches,
-:mod:`reproduce.pairs`). Error and bias are means over batches, and so have a value per batch. What remains over batches
-has none; its jackknife pseudo-values are used instead (Tukey 1958, "Bias and confidence in not-quite large samples",
-Annals of Mathematical Statistics 29, 614): m·θ − (m − 1)·θ₋ᵢ, with θ of all m batches and θ₋ᵢ of all but the i-th. A
-claim about a difference within the margin is not resolved.
+For each row there are three figures (:mod:`reproduce.fidelity_errors`): the error of a single step, its bias, and what
+remains over batches.
 
 Source: the method is that of Pan et al. 2021, Mesa (arXiv 2111.11124), section 3.2. The paper does not have these
 figures.
@@ -50,9 +32,9 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -62,23 +44,30 @@ from torch import Tensor, nn
 import narrowband as nb
 from narrowband.activations import Saved
 from narrowband.report.record import provenance, write_json
-from narrowband.units import format_bytes, format_loss
+from narrowband.units import format_loss
 from reproduce.activations import gradient
-from reproduce.claims import under
 from reproduce.command import QUICK_LIMIT, command_line, progress, show
 from reproduce.data import about
-from reproduce.groups import Claim, claimed
+from reproduce.fidelity_errors import (
+    BETWEEN,
+    FIGURES,
+    MIXED,
+    Fidelity,
+    between_batches,
+    deviation,
+    places_of,
+    shares,
+    spread,
+)
+from reproduce.fidelity_page import claims, layout_of, page, titles_of, trained_as
 from reproduce.html import write_beside
-from reproduce.pairs import Finding, difference, every
-from reproduce.pictures import Bar, Panel
-from reproduce.report import Column, Layout, Legend, Opening, write_results
 from reproduce.row import files_of
-from reproduce.tasks import Task, in_words, load
+from reproduce.tasks import Task, load
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Fidelity", "Options", "Setting", "claims", "deviation", "main", "measure", "passes", "spread"]
+__all__ = ["Options", "Setting", "main", "measure", "passes"]
 
 
 @dataclass(frozen=True)
@@ -134,13 +123,6 @@ _PER: dict[str, dict[str, Any]] = {
 _ALL_BITS = ("head", "layer")
 #: Bits that the other kinds of ranges are measured with. With a range per channel, a code takes a whole byte.
 _SOME_BITS: dict[str, tuple[Literal[8, 4], ...]] = {"channel": (8,), "256": (8, 4)}
-_MIXED = "bf16"
-
-_BETWEEN = "another batch"
-
-#: Bits → noise that they may add, as a share of the variance between batches. 0.01 is as if a batch had a hundredth
-#: fewer samples, which nobody would notice. 1.0 is as if it had half as many, which people choose on purpose.
-_ADDED = {8: 0.01, 4: 1.0}
 
 
 @dataclass(frozen=True)
@@ -170,153 +152,6 @@ class Options:
     """A few steps, two batches, two roundings: to see in seconds that everything works. Judges nothing."""
     markdown: Path | None = None
     """Also write the tables and claims to this file, for the documentation."""
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """Errors of gradients with one policy; or, as the yardstick, the difference to another batch's gradient.
-
-    Errors are shares of the gradient's norm, for each place: "all"; kinds of layers ("embed", "qkv", …); "block 1" and
-    so on; "behind", which is all after the blocks; and every parameter. An error is None where the exact gradient is
-    zero.
-
-    Attributes:
-        task: gives the model.
-        name: name of the row.
-        bits: bits of the policy. This and the policy's other fields are None for the yardstick.
-        norms: bits of layer norms, where they differ from ``bits``.
-        granularity: what has a range of its own.
-        rounding: rounding of the policy.
-        plain_bytes: bytes that backward keeps of a batch without the policy.
-        kept_bytes: bytes that it keeps with the policy.
-        added: variance of the error, as a share of the variance between batches.
-        error: error of a single gradient.
-        bias: error of a batch's mean over roundings.
-        over_batches: error of the mean over batches and roundings.
-        amp: whether forward runs under bfloat16 autocast.
-        per_batch: for each of these three figures, of the whole gradient, a value per batch; the mean of the values is
-            the square of the figure. Empty for the yardstick.
-    """
-
-    task: str
-    name: str
-    bits: int | None
-    norms: int | None
-    granularity: str | None
-    rounding: str | None
-    plain_bytes: int | None
-    kept_bytes: int | None
-    added: float | None
-    error: dict[str, float | None]
-    bias: dict[str, float | None]
-    over_batches: dict[str, float | None]
-    amp: bool = False
-    per_batch: dict[str, list[float]] = field(default_factory=dict)
-
-
-# ---- arithmetic ------------------------------------------------------------------------------------------------------
-
-
-def deviation(exact_BN: Tensor, rough_BRN: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the squared norms of the errors of rough gradients, of each parameter, float64 (P,) each: of a single
-    gradient, of a batch's mean over roundings, and of the mean over roundings and batches.
-
-    The last two are unbiased estimates, and may be slightly negative. With one rounding there is no mean to take, and
-    the second equals the first.
-
-    Args:
-        exact_BN: the exact gradient of each batch.
-        rough_BRN: rough gradients of the same batches, one per rounding.
-        sizes: number of elements of each parameter.
-
-    Example:
-        >>> exact = torch.zeros(2, 1)
-        >>> rough = torch.tensor([[[3.0], [1.0]], [[3.0], [1.0]]])
-        >>> [float(each) for each in deviation(exact, rough, [1])]
-        [5.0, 3.0, 4.0]
-    """
-    missed_BRN = rough_BRN - exact_BN[:, None]
-    single = torch.stack([_squares(missed_RN, sizes).mean(0) for missed_RN in missed_BRN]).mean(0)
-    bias = torch.stack([_square_of_mean(missed_RN, sizes) for missed_RN in missed_BRN]).mean(0)
-    return single, bias, _square_of_mean(missed_BRN.mean(1), sizes)
-
-
-def spread(exact_BN: Tensor, rough_BRN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`deviation` measures, of the whole gradient and batch by batch, float64 (B,) each.
-
-    The third figure has no value per batch; the jackknife's pseudo-values take its place.
-
-    Args:
-        exact_BN: the exact gradient of each batch.
-        rough_BRN: rough gradients of the same batches, one per rounding.
-
-    Example:
-        >>> exact = torch.zeros(3, 1)
-        >>> rough = torch.tensor([[[3.0], [1.0]], [[3.0], [1.0]], [[2.0], [2.0]]])
-        >>> [each.tolist() for each in spread(exact, rough)]
-        [[5.0, 5.0, 4.0], [3.0, 3.0, 4.0], [4.0, 4.0, 4.0]]
-    """
-    missed_BRN = rough_BRN - exact_BN[:, None]
-    sizes = [missed_BRN.shape[-1]]
-    single = torch.stack([_squares(missed_RN, sizes).mean() for missed_RN in missed_BRN])
-    bias = torch.stack([_square_of_mean(missed_RN, sizes).sum() for missed_RN in missed_BRN])
-    means_BN = missed_BRN.mean(1)
-    whole, count = _square_of_mean(means_BN, sizes).sum(), len(means_BN)
-    without = [_square_of_mean(torch.cat((means_BN[:at], means_BN[at + 1 :])), sizes).sum() for at in range(count)]
-    return single, bias, count * whole - (count - 1) * torch.stack(without)
-
-
-def _between(exact_BN: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return E‖g‖² and, for two different batches, E‖g − g′‖², of each parameter."""
-    norms = _squares(exact_BN, sizes).mean(0)
-    return norms, 2 * (norms - _square_of_mean(exact_BN, sizes))
-
-
-def _square_of_mean(x_MN: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Estimate ‖E x‖² of each parameter from m samples, as the mean inner product of two different samples."""
-    count = len(x_MN)
-    own = _squares(x_MN, sizes).sum(0)
-    if count == 1:
-        return own
-    return (_squares(x_MN.double().sum(0, keepdim=True), sizes)[0] - own) / (count * (count - 1))
-
-
-def _squares(x_MN: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the squared norm of each parameter in each sample, float64 (M, P)."""
-    return torch.stack([part.double().square().sum(1) for part in torch.split(x_MN, list(sizes), 1)], 1)
-
-
-def _shares(squares_P: Tensor, of_P: Tensor, places: dict[str, list[int]]) -> dict[str, float | None]:
-    """Return √(squares / of) for each place, summed over the place's parameters."""
-    found: dict[str, float | None] = {}
-    for place, own in places.items():
-        square, of = (max(0.0, float(each[own].sum())) for each in (squares_P, of_P))
-        found[place] = math.sqrt(square / of) if of else None
-    return found
-
-
-# ---- places ----------------------------------------------------------------------------------------------------------
-
-#: Kinds of layers, by their names in the models. "embed" is all before the blocks; "norm" includes "norm1" and "norm2".
-_KINDS = ("embed", "norm", "qkv", "proj", "up", "down", "head")
-_EMBEDDINGS = ("tokens", "token", "positions", "patches")
-
-
-def _places(names: Sequence[str]) -> dict[str, list[int]]:
-    """Return place → indices of its parameters."""
-    found: dict[str, list[int]] = {"all": list(range(len(names)))}
-    for at, name in enumerate(names):
-        module = name.removesuffix(".weight").removesuffix(".bias")
-        own = module.rpartition(".")[2].rstrip("12")
-        kind = "embed" if own in _EMBEDDINGS else own
-        block = f"block {int(module.split('.')[1]) + 1}" if module.startswith("blocks.") else "behind"
-        for place in dict.fromkeys((kind, "embed" if kind == "embed" else block, name)):
-            found.setdefault(place, []).append(at)
-    return found
-
-
-def _blocks(found: Iterable[str]) -> list[str]:
-    return ["embed", *(place for place in found if place.startswith("block ")), "behind"]
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -369,13 +204,13 @@ def measure(
         return torch.stack(found)
 
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    places, sizes = _places([name for name, _ in named]), [p.numel() for _, p in named]
+    places, sizes = places_of([name for name, _ in named]), [p.numel() for _, p in named]
     exact_BN = gradients(nullcontext)
-    norms, between = _between(exact_BN, sizes)
+    norms, between = between_batches(exact_BN, sizes)
     if not 0 < float(norms.sum()) < math.inf:
         raise ValueError(f"{setting.task}: gradients are zero or not finite, and have nothing to be compared with")
     nothing = (None,) * 7
-    rows = [Fidelity(setting.task, _BETWEEN, *nothing, _shares(between, norms, places), {}, {})]
+    rows = [Fidelity(setting.task, BETWEEN, *nothing, shares(between, norms, places), {}, {})]
     for variant in _variants():
         keeping = _Rounded(model, variant.policy, settled.get((variant.per, variant.amp), _FRESH))
         rough_BRN = torch.stack([gradients(keeping, amp=variant.amp) for _ in range(variant.times(roundings))], 1)
@@ -393,11 +228,11 @@ def measure(
                 keeping.saved.raw_bytes,
                 keeping.saved.kept_bytes,
                 float(squares[0].sum() / (between.sum() / 2)),
-                _shares(squares[0], norms, places),
-                _shares(squares[1], norms, places),
-                _shares(squares[2], norms, places),
+                shares(squares[0], norms, places),
+                shares(squares[1], norms, places),
+                shares(squares[2], norms, places),
                 amp=variant.amp,
-                per_batch={what: each.tolist() for what, each in zip(_FIGURES, by_batch, strict=True)},
+                per_batch={what: each.tolist() for what, each in zip(FIGURES, by_batch, strict=True)},
             )
         )
     trained = (
@@ -406,10 +241,6 @@ def measure(
         f"weight decay {setting.weight_decay:g})"
     )
     return trained, rows
-
-
-#: Fields of :class:`Fidelity` that are figures.
-_FIGURES = ("error", "bias", "over_batches")
 
 
 def passes(setting: Setting, batches: int, roundings: int) -> int:
@@ -456,8 +287,8 @@ def _variants() -> list[_Variant]:
         *itertools.starmap(whole, itertools.product(_BITS, _ALL_BITS, _ROUNDINGS)),
         *(whole(bits, per) for per, some in _SOME_BITS.items() for bits in some),
         *(_Variant(f"{bits} bits, norms 8", _policy(bits=bits, operators={_NORM: 8}), norms=8) for bits in _WITH_NORMS),
-        _Variant(_MIXED, _policy(bits="off"), amp=True),
-        _Variant(f"{_MIXED}, 8 bits", _policy(bits=8), amp=True),
+        _Variant(MIXED, _policy(bits="off"), amp=True),
+        _Variant(f"{MIXED}, 8 bits", _policy(bits=8), amp=True),
     ]
 
 
@@ -539,268 +370,6 @@ class _Rounded:
             yield
 
 
-# ---- claims ----------------------------------------------------------------------------------------------------------
-
-
-def claims(found: Sequence[Fidelity]) -> list[Claim]:
-    """Judge the claims by these rows."""
-    said = []
-    for task in dict.fromkeys(row.task for row in found):
-        own = list(_of_task(task, [row for row in found if row.task == task]))
-        noise = [claim for claim in own if "noise between batches" in claim.text]
-        others = [claim for claim in own if claim not in noise]
-        for topic, claims_ in ((_NOISE, noise), (_SETTINGS_OF, others)):
-            cut = [
-                replace(claim, said=claim.text.removeprefix(f"{task}: ").partition(", with any other")[0])
-                for claim in claims_
-            ]
-            said += under(topic, cut, case=_SHOWN[task])
-    return said
-
-
-#: Headings of the page's tables of claims.
-_NOISE = "Beside the noise between batches"
-_SETTINGS_OF = "One setting beside another, with all others the same"
-
-
-def _of_task(task: str, rows: Sequence[Fidelity]) -> Iterator[Claim]:
-    by_name = {row.name: row for row in rows}
-    for name, what, most in (
-        ("8 bits, head, stochastic", "8 bits per head, stochastic,", _ADDED[8]),
-        (f"{_MIXED}, 8 bits", "8 bits under bfloat16, the arithmetic's own error included,", _ADDED[8]),
-        ("4 bits, head, stochastic", "4 bits per head, stochastic,", _ADDED[4]),
-        ("4 bits, norms 8", "4 bits, with layer norms in 8, per head, stochastic,", _ADDED[4]),
-    ):
-        row, yardstick = by_name[name], by_name[_BETWEEN]
-        noise = _all(yardstick.error) ** 2 / 2
-        bound = dict.fromkeys(range(len(row.per_batch["error"])), most)
-        added = {at: square / noise for at, square in enumerate(row.per_batch["error"])}
-        finding = difference(added, bound, names=(name, "the bound"), higher_is_better=False)
-        yield claimed(
-            f"{task}: {what} add at most {most:.0%} to the noise between batches",
-            Finding(finding.no_worse().held),
-            f"{_percent(cast('float', row.added))}{_plus_minus(finding.margin)}, an error of "
-            f"{_percent(_all(row.error))}",
-        )
-    told: dict[tuple[Any, ...], Fidelity] = {
-        (row.bits, row.granularity, row.rounding): row for row in rows if row.bits and not (row.norms or row.amp)
-    }
-    for text, axis, better, worse, of in _COMPARED:
-        pairs = []
-        for key, row in told.items():
-            other = told.get((*key[:axis], worse, *key[axis + 1 :]))
-            if key[axis] == better and other is not None:
-                pairs.append(_paired(row, other, of, f"{key[0]} bits, {key[3 - axis]}"))
-        yield claimed(f"{task}: {text}, with any other setting", every(pairs))
-
-
-def _paired(row: Fidelity, other: Fidelity, of: str, where: str) -> Finding:
-    """Judge, batch by batch, whether a figure of one row is no larger than that of another."""
-    own, to = (dict(enumerate(each.per_batch[of])) for each in (row, other))
-    held = difference(own, to, names=(row.name, other.name), higher_is_better=False).no_worse().held
-    figures = " and ".join(_percent(_all(getattr(each, of))) for each in (row, other))
-    return Finding(held, (f"{where}: {figures}{'' if held else ', not resolved' if held is None else ', not held'}",))
-
-
-def _plus_minus(margin: float | None) -> str:
-    return "" if margin is None else f" ± {_percent(margin)}"
-
-
-#: Text of a claim; the index in (bits, what has a range, rounding) at which two policies differ; the better value and
-#: the worse; and the figure that is compared.
-_COMPARED: tuple[tuple[str, int, str, str, str], ...] = (
-    ("a range per head errs no more than one per layer", 1, "head", "layer", "error"),
-    ("a range per channel errs no more than one per head", 1, "channel", "head", "error"),
-    ("a range per head errs no more than one per 256 neighbours", 1, "head", "256", "error"),
-    ("stochastic rounding has less bias than nearest", 2, "stochastic", "nearest", "bias"),
-    ("stochastic leaves less over batches than nearest", 2, "stochastic", "nearest", "over_batches"),
-    ("nearest errs less in a single step than stochastic", 2, "nearest", "stochastic", "error"),
-)
-
-
-def _all(shares: dict[str, float | None]) -> float:
-    """Return the share for the whole gradient, which is never None."""
-    return cast("float", shares["all"])
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-#: Smaller shares are not distinguished.
-_LEAST = 1e-4
-
-_LEGEND: Legend = (
-    ("all figures", "shares of the exact gradient's norm, root mean squares over batches; 0%: none that could be seen"),
-    ("error", "of a single gradient; per kind of layer and per block, too"),
-    ("noise", "the variance that it adds to that between batches"),
-    ("bias", "of a batch's mean over roundings"),
-    ("left", "what is left of it over batches and roundings"),
-    ("kept", "of a batch's activations, for backward; share: of what is kept plain"),
-    ("another batch", "the first row is the distance between the gradients of two batches, the yardstick"),
-    ("norms 8", "per head, stochastic, with layer norms in 8 bits"),
-    ("channel", "a range per channel, but per head of attention's operands"),
-    ("256", "a range per 256 neighbours in memory, as in compiled graphs"),
-    ("bf16", "under bfloat16 autocast, with nothing compressed, and per head, stochastic"),
-)
-
-
-def _percent(share: float | None, digits: int = 3) -> str:
-    """Format a share in percent, short enough for tables; large shares as multiples."""
-    if share is None:
-        return "–"
-    if 0 < share < _LEAST:
-        return f"<{_LEAST:.2%}"
-    return f"{100 * share:.{digits}g}%" if share < 0.995 else f"{share:.0%}" if share < 10 else f"{share:.0f}×"
-
-
-def _kept_share(row: Fidelity) -> float | None:
-    return None if row.kept_bytes is None or row.plain_bytes is None else row.kept_bytes / row.plain_bytes
-
-
-_NAME: Column = ("row", lambda row: row.name)
-_WHOLE: tuple[Column, ...] = (
-    _NAME,
-    ("kept", lambda row: "–" if row.kept_bytes is None else format_bytes(row.kept_bytes)),
-    ("share", lambda row: _percent(_kept_share(row))),
-    ("error", lambda row: _percent(row.error["all"])),
-    ("noise", lambda row: _percent(row.added)),
-    ("bias", lambda row: _percent(row.bias.get("all"))),
-    ("left", lambda row: _percent(row.over_batches.get("all"))),
-)
-
-
-def _errors(places: Iterable[str]) -> tuple[Column, ...]:
-    def column(place: str) -> Column:
-        return place.removeprefix("block "), lambda row: _percent(row.error[place], 2)
-
-    return _NAME, *map(column, places)
-
-
-def _layout(found: Sequence[Fidelity], trained: Mapping[str, str]) -> Layout:
-    """Lay out three tables per model: the whole gradient, kinds of layers, blocks.
-
-    Args:
-        found: all rows.
-        trained: title of a model's first table → how the model was trained, and how often it was measured.
-    """
-    columns: dict[str, tuple[Column, ...]] = {}
-    for row in found:
-        columns |= {
-            row.task: _WHOLE,
-            f"{row.task} kinds": _errors(_KINDS),
-            f"{row.task} blocks": _errors(_blocks(row.error)),
-        }
-    return Layout(
-        tables=lambda rows: ((key, [row for row in rows if row.task == key.split()[0]]) for key in columns),
-        columns=columns.__getitem__,
-        legend=_LEGEND,
-        caption=lambda title, _: f"{title}: {trained[title]}" if title in trained else title,
-        notes=lambda _: (),
-    )
-
-
-def _titles(title: str, task: str) -> dict[str, str]:
-    return {
-        task: title,
-        f"{task} kinds": f"{title}: error per kind of layer",
-        f"{task} blocks": f"{title}: error per block",
-    }
-
-
-_PAPER = "After Pan et al. 2021, Mesa (arXiv 2111.11124), section 3.2; the figures are not the paper's"
-
-#: Task → its name in the picture; and the picture's bars: label, row.
-_SHOWN = {"gpt": "GPT", "vit": "Vision transformer"}
-_BARS = (
-    ("another batch", _BETWEEN),
-    ("8 bits", "8 bits, head, stochastic"),
-    ("4 bits, norms 8", "4 bits, norms 8"),
-    ("4 bits", "4 bits, head, stochastic"),
-    ("2 bits", "2 bits, head, stochastic"),
-)
-
-
-def _row(found: Sequence[Fidelity], task: str, name: str) -> Fidelity:
-    row = next((row for row in found if (row.task, row.name) == (task, name)), None)
-    if row is None:
-        raise LookupError(f"needs the row {name} of task {task}")
-    return row
-
-
-def _found(found: Sequence[Fidelity]) -> str:
-    def said(name: str) -> str:
-        return " and ".join(_percent(_all(_row(found, task, name).error)) for task in _SHOWN)
-
-    between, eight, normed, four, two = (said(name) for _, name in _BARS)
-    return (
-        f"With 8 bits the gradients of GPT and vision transformer are off by {eight}, and with 4 bits, layer norms in "
-        f"8, by {normed}. With 4 bits of everything it is {four}, and with 2 bits {two}. The gradient of another batch "
-        f"differs by {between}."
-    )
-
-
-def _panels(found: Sequence[Fidelity]) -> list[Panel]:
-    return [
-        Panel(
-            title,
-            "error of gradients; less is better",
-            [
-                Bar(label, _all(row.error), _percent(_all(row.error)), name != _BETWEEN)
-                for label, name in _BARS[:-1]  # the last bar is so long that the others would look alike
-                for row in [_row(found, task, name)]
-            ],
-        )
-        for task, title in _SHOWN.items()
-    ]
-
-
-_OPENING = Opening(
-    title="Gradients of activations in few bits",
-    says="How far are gradients from the exact ones if activations are kept in few bits? That should be much less than "
-    "the gradients of two batches differ anyway.",
-    ran="A vision transformer learned CIFAR-10, and a GPT bytes of WikiText-2, for 200 steps. Then the same gradients "
-    "were computed exactly, and with activations kept in 8, 4 and 2 bits.",
-    found=_found,
-    panels=_panels,
-)
-
-
-def _trained(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the argument ``trained`` of :func:`_layout`. The depth of a ResNet is given as 0: no task here has one."""
-    times = f"{record['batches']} batches, {record['roundings']} roundings"
-    return {
-        setting["title"]: "; ".join(
-            (
-                record["trained"][setting["task"]],
-                "after the warm-up the rate stays, and no gradient is clipped",
-                *(f"{what}: {said.partition(' (')[0]}" for what, said in in_words(setting["task"], 0).items()),
-                times,
-            )
-        )
-        for setting in record["settings"]
-    }
-
-
-def page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page of results from a record, the content of ``summary.json``."""
-    rows = [Fidelity(**row) for row in record["rows"]]
-    settings = record["settings"]
-    titles: dict[str, str] = {}
-    for setting in settings:
-        titles |= _titles(setting["title"], setting["task"])
-    layout = _layout(rows, _trained(record))
-    write_results(
-        path,
-        rows,
-        titles,
-        claims(rows) if record["claims"] else [],
-        layout,
-        opening=_OPENING,
-        paper=_PAPER,
-        record=record,
-        commits=[str(record["commit"])],
-    )
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 _HEADING = "How far activations in few bits take gradients from the exact ones"
@@ -856,7 +425,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
                 tell=functools.partial(bars.update, bar, advance=1),
             )
             found += rows
-            titles |= _titles(setting.title, setting.task)
+            titles |= titles_of(setting.title, setting.task)
             told[setting.task] = trained
     judged = [] if options.quick else claims(found)
     files = [file for setting in settings for file in files_of(setting.task)]
@@ -869,7 +438,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         "claims": [claim.record() for claim in judged],
         "rows": [asdict(row) for row in found],
     }
-    show(console, found, titles, judged, _layout(found, _trained(whole)))
+    show(console, found, titles, judged, layout_of(found, trained_as(whole)))
     written = output / "summary.json"
     write_json(written, whole)
     if options.markdown is not None:

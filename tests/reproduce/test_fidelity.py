@@ -15,7 +15,9 @@ import narrowband as nb
 from narrowband.activations.ranges import DRIFT
 from reproduce import fidelity
 from reproduce.activations import gradient
-from reproduce.fidelity import Fidelity, Setting, claims, deviation, measure, passes
+from reproduce.fidelity import Setting, measure, passes
+from reproduce.fidelity_errors import KINDS, Fidelity, deviation, of_blocks, places_of, spread
+from reproduce.fidelity_page import _percent, claims, layout_of, titles_of
 from reproduce.report import table
 from reproduce.tasks import Patches, Wikitext
 from tests.reproduce.synthetic import write_all
@@ -118,7 +120,7 @@ def test_values_of_batches_have_the_mean_of_all_and_are_blind_to_the_others_batc
     generator = torch.Generator().manual_seed(1)
     exact = torch.randn(5, 7, generator=generator)
     rough = exact[:, None] + torch.randn(5, 3, 7, generator=generator)
-    by_batch = fidelity.spread(exact, rough)
+    by_batch = spread(exact, rough)
     for values, whole in zip(by_batch, deviation(exact, rough, [7]), strict=True):
         assert values.mean().item() == pytest.approx(whole.item())
     for at in range(5):
@@ -205,10 +207,10 @@ def test_every_gradient_finds_the_same_estimates_and_other_roundings():
 @pytest.mark.parametrize(("task", "blocks"), [(Patches, 5), (Wikitext, 4)])
 def test_kinds_and_blocks_each_take_every_parameter_once(task, blocks):
     names = [name for name, _ in task(32, 0, 0, 1, None).model().named_parameters()]
-    places = fidelity._places(names)
-    there = fidelity._blocks(places)
+    places = places_of(names)
+    there = of_blocks(places)
     assert there == ["embed", *(f"block {at + 1}" for at in range(blocks)), "behind"]
-    for own in (there, fidelity._KINDS, names, ["all"]):
+    for own in (there, KINDS, names, ["all"]):
         assert sorted(at for place in own for at in places[place]) == list(range(len(names)))
     assert {names[at] for at in places["qkv"]} == {
         f"blocks.{at}.qkv.{part}" for at in range(blocks) for part in ("weight", "bias")
@@ -391,15 +393,13 @@ def test_what_batches_scatter_more_than_is_not_resolved():
     [(None, "–"), (0.0, "0%"), (3e-5, "<0.01%"), (0.012345, "1.23%"), (0.999, "100%"), (4.2, "420%"), (42.4, "42×")],
 )
 def test_shares_are_short(share, said):
-    assert fidelity._percent(share) == said
+    assert _percent(share) == said
 
 
 def test_tables_fit_a_terminal(rows):
     found = list(rows.values())
     console = Console(width=80, record=True)
-    for drawn in table(
-        found, fidelity._titles("images", found[0].task), fidelity._layout(found, {"images": "trained"})
-    ):
+    for drawn in table(found, titles_of("images", found[0].task), layout_of(found, {"images": "trained"})):
         console.print(drawn)
     text = console.export_text()
     assert "images: trained" in text
