@@ -33,7 +33,7 @@ from reproduce import (
     optimizers_page,
     powersgd,
     predictions,
-    sensitivity,
+    sensitivity_page,
     sharded,
     sparsity,
     sums,
@@ -71,7 +71,7 @@ PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     "local_times": local_times.page,
     "mesa_memory": mesa_memory.page,
     "optimizers": optimizers_page.page,
-    "sensitivity": sensitivity.page,
+    "sensitivity": sensitivity_page.page,
 }
 
 

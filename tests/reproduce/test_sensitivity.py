@@ -12,9 +12,11 @@ from rich.console import Console
 from torch import nn
 
 from narrowband.adapt import error_table
-from reproduce import sensitivity
+from reproduce import sensitivity, sensitivity_runs
 from reproduce.report import table
-from reproduce.sensitivity import FAMILIES, Interval, Options, ShortRun, claims, lines_of, main, units_of
+from reproduce.sensitivity import Options, main, units_of
+from reproduce.sensitivity_page import LAYOUT, TITLES, Interval, claims, lines_of
+from reproduce.sensitivity_runs import FAMILIES, ShortRun
 from tests.reproduce.synthetic import write_all
 
 LR = 0.5
@@ -34,7 +36,7 @@ def loss_of(model, x, y):
 
 
 def short(model, batches, heldout, **options):
-    return ShortRun(model, functools.partial(sensitivity._sgd, lr=LR), batches, heldout, seed=0, **options)
+    return ShortRun(model, functools.partial(sensitivity_runs._sgd, lr=LR), batches, heldout, seed=0, **options)
 
 
 # ---- a short run -----------------------------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ def test_a_short_run_with_adamw_goes_on_as_training_would():
     """From the same state of the optimizer, clipped in the same way, in float64."""
     model, batches, heldout = small()
     trained = copy.deepcopy(model).float()
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=sensitivity._LR, **sensitivity._ADAMW)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=sensitivity_runs.LR, **sensitivity_runs.ADAMW)
 
     def step(model, optimizer, x, y):
         model.zero_grad()
@@ -85,7 +87,7 @@ def test_a_short_run_with_adamw_goes_on_as_training_would():
         step(trained, optimizer, x, y)
     state = copy.deepcopy(optimizer.state_dict())
     checkpoint = copy.deepcopy(trained).double()
-    make = functools.partial(sensitivity._adamw, state=state)
+    make = functools.partial(sensitivity_runs._adamw, state=state)
     found = ShortRun(checkpoint, make, batches, heldout, seed=0, clip=0.01)({})
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(
         state["state"].values(), optimizer.state_dict()["state"].values(), strict=True
@@ -109,7 +111,7 @@ def made_up(signs=1.0):
 
 
 def compared(table, differences, floor=0.0):
-    return sensitivity._compared(table, differences, np.full(4, floor), FAMILIES["top-k"][0])
+    return sensitivity_runs._compared(table, differences, np.full(4, floor), FAMILIES["top-k"][0])
 
 
 def test_a_loss_that_falls_is_a_change_like_any_other():
@@ -250,7 +252,7 @@ def test_tables_fit_a_terminal(finished):
     summary = json.loads((finished[0] / "out/summary.json").read_text())
     rows = [row | {"seed": seed, "spearman": 0.1 * seed} for seed in (0, 1) for row in summary["rows"]]
     console = Console(width=80, record=True)
-    for drawn in table(lines_of(rows), sensitivity._TITLES, sensitivity._LAYOUT):
+    for drawn in table(lines_of(rows), TITLES, LAYOUT):
         console.print(drawn)
     text = console.export_text()
     assert text.count("top-k") == 3
