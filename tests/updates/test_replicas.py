@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
 from tests.gradients.shards import shard, whole
-from tests.gradients.training import adamw, mlp, refusal, train
+from tests.gradients.training import adamw, flat, mlp, refusal, train
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 from tests.updates.training import nesterov
@@ -186,6 +186,37 @@ def test_a_group_with_two_ranks_of_one_replica_is_refused():
         for kind, text in errors:
             assert kind == "UnsupportedError"
             assert f"process_group has ranks [{rank ^ 1}], which train the same replica" in text
+
+
+def gradients_and_updates(rank, world_size):
+    """Handles of both kinds for the same parameters: with ranks in common, and inside and between machines."""
+    mesh = mesh_of(2, 2)
+    inside, between = mesh["ranks"].get_group(), mesh["replicas"].get_group()
+    model = mlp()
+    optimizer = adamw(model)
+    of_gradients = nb.compress_gradients(model, "none", min_numel=64, process_group=inside)
+    errors = [refusal(lambda: nb.compress_updates(model, optimizer, "none"))]
+    of_updates = nb.compress_updates(model, optimizer, "none", min_numel=64, process_group=between, every=EVERY)
+    train(model, rank, range(EVERY), optimizer)
+    trained = flat(model)
+    of_gradients.remove()
+    around = DistributedDataParallel(model)
+    errors += [refusal(lambda m=each: nb.compress_gradients(m, "none")) for each in (model, model[0], around)]
+    of_updates.remove()
+    nb.compress_gradients(around, "none", min_numel=64)
+    errors.append(refusal(lambda: nb.compress_updates(model, optimizer, "none")))
+    return errors, trained
+
+
+def test_gradients_and_updates_are_not_averaged_among_the_same_ranks():
+    answers = run_ranks(gradients_and_updates, 4)
+    makers = ["compress_gradients", *["compress_updates"] * 3, "compress_gradients"]
+    for rank, (errors, trained) in enumerate(answers):
+        assert [kind for kind, _ in errors] == ["UnsupportedError"] * 5
+        both = [[rank ^ 1], *[[rank ^ 2]] * 3, sorted({0, 1, 2, 3} - {rank})]
+        for (_, text), call, ranks in zip(errors, makers, both, strict=True):
+            assert f"has a handle of {call} already, which averages with ranks {ranks}" in text
+        assert torch.equal(trained, answers[0][1])
 
 
 def with_a_plan(rank, world_size):

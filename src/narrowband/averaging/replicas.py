@@ -15,7 +15,7 @@ from torch import nn
 
 from narrowband.averaging.agreement import Agreement
 from narrowband.averaging.flat import GROUP_NBYTES, empty_like, groups_of, local, parts_of, real, rows_of
-from narrowband.averaging.who import ddps_in
+from narrowband.averaging.who import ddps_in, handles_of
 from narrowband.collectives import Peers, can_send_from
 from narrowband.errors import UnsupportedError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from narrowband.averaging.agreement import Facts
 
-__all__ = ["begin_with_the_first", "check_parts", "check_replica", "groups_of_replica"]
+__all__ = ["begin_with_the_first", "check_once", "check_parts", "check_replica", "groups_of_replica"]
 
 #: Parameters are compared and sent in pieces of this many bytes.
 _PIECE_NBYTES = 1 << 20
@@ -57,6 +57,29 @@ def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup 
             'Pass the group of the ranks that hold the same part of each replica, as mesh["replicas"].get_group() is, '
             "and use a mesh with the ranks of one replica only for the model itself"
         )
+
+
+def check_once(model: nn.Module, group: dist.ProcessGroup | None, *, besides: str) -> None:
+    """Check that a model has no handle of the other kind, which averages it with ranks of the group already.
+
+    Args:
+        model: the model, or the DistributedDataParallel around it.
+        group: the ranks that are to average.
+        besides: the function that makes handles of the other kind: ``compress_gradients`` or ``compress_updates``.
+
+    Raises:
+        UnsupportedError: it has one.
+    """
+    others = set() if group is None else set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    for call, ranks in handles_of(model):
+        both = sorted(others & ranks)
+        if call == besides and both:
+            raise UnsupportedError(
+                f"this model, or a part of it, has a handle of {call} already, which averages with ranks {both}. "
+                "Averaged gradients make equal updates, so averaging both would be for nothing. Call remove() of that "
+                "handle first; or give the two process groups that have only this rank in common, such as the ranks of "
+                "one machine for gradients, and one rank of each machine for updates"
+            )
 
 
 def groups_of_replica(model: object) -> list[dist.ProcessGroup]:

@@ -8,7 +8,8 @@ There are three possibilities, also in combination:
 * a handle averages a module that is not in DistributedDataParallel (:func:`averaging_of`), among the replicas.
 
 Code that runs several backward passes in a step has to know. A pipeline stage, for example, knows which of its passes
-is the last, but not the handle that its user made. So handles are registered here (:func:`remember`).
+is the last, but not the handle that its user made. So handles are registered here (:func:`remember`). So are handles of
+updates (:func:`remember_updates`), because the same ranks need not average both (:func:`handles_of`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Protocol, cast
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -35,8 +37,10 @@ __all__ = [
     "ddp_of",
     "ddps_in",
     "forget",
+    "handles_of",
     "is_unit",
     "remember",
+    "remember_updates",
     "shares_with",
     "units_of",
 ]
@@ -107,6 +111,11 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 #: even if the user does not keep it.
 _handles: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
 
+#: Every handle of gradients or updates → the function that made it, its module, and the ranks that average.
+_ranks: weakref.WeakKeyDictionary[object, tuple[str, weakref.ref[nn.Module], frozenset[int]]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 def averaging_of(module: nn.Module) -> AveragesLater | None:
     """Return the handle that averages a plain module's gradients, also if the module is inside ``torch.compile``; or
@@ -128,8 +137,27 @@ def shares_with(module: nn.Module) -> bool:
         >>> shares_with(nn.Linear(2, 2))
         False
     """
+    return any(_overlap(module, each) for each in list(_handles))
+
+
+def handles_of(module: nn.Module) -> Iterator[tuple[str, frozenset[int]]]:
+    """Yield, for each handle that averages gradients or updates of any of a module's parameters, the function that made
+    it, and the ranks that average.
+
+    Example:
+        >>> list(handles_of(nn.Linear(2, 2)))
+        []
+    """
+    for call, reference, ranks in list(_ranks.values()):
+        other = reference()
+        if other is not None and _overlap(module, other):
+            yield call, ranks
+
+
+def _overlap(module: nn.Module, other: nn.Module) -> bool:
+    """Whether any of a module's trained parameters is averaged with another module, which has a handle."""
     trained = {p for p in _averaged(module) if p.requires_grad}
-    return any(not trained.isdisjoint(_averaged(each)) for each in list(_handles))
+    return not trained.isdisjoint(_averaged(other))
 
 
 def _averaged(module: nn.Module) -> Iterable[Tensor]:
@@ -138,12 +166,19 @@ def _averaged(module: nn.Module) -> Iterable[Tensor]:
     return module.parameters() if ddp is None else [p for _, p in averaged_by(ddp)]
 
 
-def remember(module: nn.Module, handle: object) -> None:
-    """Register a module's handle."""
+def remember(module: nn.Module, handle: object, group: dist.ProcessGroup) -> None:
+    """Register a module's handle of gradients, which averages over the ranks of a group."""
     _handles[module] = handle
+    _ranks[handle] = "compress_gradients", weakref.ref(module), frozenset(dist.get_process_group_ranks(group))
+
+
+def remember_updates(module: nn.Module, handle: object, group: dist.ProcessGroup) -> None:
+    """Register a module's handle of updates, which averages over the ranks of a group."""
+    _ranks[handle] = "compress_updates", weakref.ref(module), frozenset(dist.get_process_group_ranks(group))
 
 
 def forget(module: nn.Module, handle: object) -> None:
-    """Unregister a module's handle, if it is this one."""
+    """Unregister a handle of a module, be it one of gradients or of updates."""
+    _ranks.pop(handle, None)
     if _handles.get(module) is handle:
         del _handles[module]

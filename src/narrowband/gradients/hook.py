@@ -139,7 +139,7 @@ class Hook(Left):
         model = self.model
         assert model is not None
         self.handle = handle
-        remember(model, handle)
+        remember(model, handle, model.process_group)
         if model not in _hooks:
             model.register_comm_hook(self, _on_bucket)
             model.register_forward_pre_hook(self)

@@ -119,7 +119,7 @@ class ModuleCompression(GradientCompression):
         own = weakref.ref(self)
         self._arrivals: dict[Tensor, RemovableHandle] = {p: _tell_of_arrival(p, own) for p in by_tensor}
         self._of_model = model.register_forward_hook(Outputs(own))
-        remember(module, self)
+        remember(module, self, group)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 

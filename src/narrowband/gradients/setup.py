@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.plans import plan_of_sharded, plan_of_shards
-from narrowband.averaging.replicas import check_parts, check_replica, groups_of_replica
+from narrowband.averaging.replicas import check_once, check_parts, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.who import averaged_by, shares_with
 from narrowband.collectives import group_or
@@ -109,8 +109,9 @@ def compress_gradients(
         TypeError: no module, or one that averages by itself; the message says what to do instead.
         ValueError: a spec, a number or a collective that does not exist; momentum in both the optimizer and the spec,
             or in none; or ranks that disagree.
-        UnsupportedError: the model already has a hook, or works in a way that a hook cannot follow; a process group
-            with ranks of the same replica; or a spec that is not for gradients (``aq-sgd``).
+        UnsupportedError: the model already has a hook, or a handle of ``compress_updates`` with the same ranks, or
+            works in a way that a hook cannot follow; a process group with ranks of the same replica; or a spec that is
+            not for gradients (``aq-sgd``).
 
     Example:
         >>> model = DistributedDataParallel(model)
@@ -173,6 +174,7 @@ def _prepared(
             "handle; keep that handle, or call its remove() first"
         )
     if isinstance(model, DistributedDataParallel):
+        check_once(model, group_or(process_group, model.process_group), besides="compress_updates")
         if settings.small != "uncompressed" and model.find_unused_parameters:
             raise UnsupportedError(
                 f"small={str(settings.small)!r} does not work with find_unused_parameters=True, because a compressed "
@@ -193,6 +195,7 @@ def _prepared(
         )
     group = group_or(process_group)
     check_replica(model, group)
+    check_once(model, group, besides="compress_updates")
     if any(hasattr(p, "to_local") for p in model.parameters()):
         _check_shards(model, "as in a sharded model")
         if settings.policy is not None:

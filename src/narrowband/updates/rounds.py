@@ -33,6 +33,7 @@ from narrowband.averaging.handle import Handle
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.settings import Settings
 from narrowband.averaging.step import ADVICE
+from narrowband.averaging.who import forget, remember_updates
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import ErrorFeedback
@@ -124,6 +125,7 @@ class UpdateCompression(Handle):
         self._stepped = False
         self._unwatch = watch(rounds.grad_scaler, optimizers[-1], self._after_update)
         taken.update(optimizers)
+        remember_updates(model, self, group)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -487,6 +489,7 @@ class UpdateCompression(Handle):
         for hook in self._hooks:
             hook.remove()
         self._unwatch()
+        forget(self._averaged.model, self)
         taken.difference_update(each for ref in self._optimizers if (each := ref()) is not None)
         self._last_length = self.length
         self._fragments.clear()

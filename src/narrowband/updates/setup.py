@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.flat import local
 from narrowband.averaging.plans import plan_of_sharded
-from narrowband.averaging.replicas import check_parts, check_replica, groups_of_replica
+from narrowband.averaging.replicas import check_once, check_parts, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.who import ddp_of
 from narrowband.collectives import group_or
@@ -124,7 +124,8 @@ def compress_updates(
         TypeError: ``model`` is no module, or ``optimizer`` no optimizer.
         ValueError: a number out of range, a spec that does not exist, a parameter that no optimizer steps, an
             optimizer that has a handle already, or a buffer to which no mean can be written.
-        UnsupportedError: no process group, one with ranks of the same replica, or a combination that cannot work.
+        UnsupportedError: no process group, one with ranks of the same replica, a handle of ``compress_gradients`` for
+            the same parameters and ranks, or a combination that cannot work.
         DisagreementError: ranks passed different models or arguments.
 
     Example:
@@ -167,6 +168,7 @@ def compress_updates(
                 raise ValueError("peers=... and process_group=... cannot be combined: leave one of the two out")
             return net, optimizers, settings, rounds
         check_replica(model, group_or(process_group))
+        check_once(net, group_or(process_group), besides="compress_gradients")
         if settings.policy is not None:
             check_parts(net, "a policy chooses specs", min_numel=settings.min_numel)
         if rounds.outer == "auto":
