@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
+import io
 import logging
 import math
 import pickle
@@ -187,6 +189,39 @@ def test_the_model_can_be_copied_and_pickled_afterwards():
         assert torch.equal(other(x), model(x))
         state = compress(other).state_dict()  # estimates are the original's
         assert state == {"estimates": {}, "seed": torch.initial_seed() & 0xFFFFFFFF, "draws": 0}
+
+
+def loaded(module):
+    """A module that was saved and loaded."""
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo looks at it
+@pytest.mark.parametrize("kind", ["eager", "checkpoint", "checkpoint of its own forward", "compiled"])
+def test_the_model_can_be_copied_and_saved_inside(kind):
+    """A copy computes with its own parameters, inside of the context and after it."""
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.Sequential(nn.GELU(), nn.Linear(48, 10))), torch.randn(16, 32)
+    if kind == "compiled":
+        model[1] = torch.compile(model[1], backend="eager")
+    if kind == "checkpoint of its own forward":
+        model[1].forward = functools.partial(type(model[1]).forward, model[1])
+    options = {"modules": {"1": "checkpoint"}} if kind.startswith("checkpoint") else {}
+    with compress(model, **options):
+        expected = model(x)
+        others = [make(model) for make in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), loaded)]
+        parts = [make(model[1]) for make in (copy.deepcopy, loaded)]
+        assert all(torch.equal(other(x), expected) for other in others)
+    for part in (*(other[1] for other in others), *parts):
+        with torch.no_grad():
+            [p.zero_() for p in part.parameters()]
+        assert not part(torch.randn(16, 48)).any()
+    with compress(others[0], **options):
+        assert not others[0](x).any()
+    assert torch.equal(model(x), expected)
+    assert is_clean(model)
 
 
 def test_estimates_belong_to_the_model_and_not_to_the_context():

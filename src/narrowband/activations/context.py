@@ -32,7 +32,7 @@ from narrowband.activations.operators import Watch
 from narrowband.activations.policy import OPERATORS, ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recorder import Recorder
-from narrowband.activations.regions import Regions, active, rerouted
+from narrowband.activations.regions import HookOfPass, Regions, active, rerouted
 from narrowband.activations.stats import Saved, SavedStats
 from narrowband.activations.warmup import warm_up
 from narrowband.compiler import unseen
@@ -166,18 +166,23 @@ class ActivationCompression(contextlib.ContextDecorator):
     def _attach(self, recorder: Recorder, stack: contextlib.ExitStack) -> None:
         """Install hooks that tell a recorder which module is running."""
         compiled = self.modules.check()
+        begins, entering, leaving = (
+            HookOfPass(recorder.begins),
+            HookOfPass(recorder.entering),
+            HookOfPass(recorder.leaving),
+        )
         for module in {*compiled, *self.modules.recomputed}:
             stack.enter_context(rerouted(module))
         if not compiled:
             stack.callback(modules_of_torch.register_module_forward_pre_hook(recorder.entering).remove)
             stack.callback(modules_of_torch.register_module_forward_hook(recorder.leaving, always_call=True).remove)
-            stack.callback(self.model.register_forward_pre_hook(recorder.begins, with_kwargs=True).remove)
+            stack.callback(self.model.register_forward_pre_hook(begins, with_kwargs=True).remove)
             return
         for module in eager_modules(self.model):  # no global module hooks: Dynamo would compile them into the graphs
             if module is self.model:
-                stack.callback(module.register_forward_pre_hook(recorder.begins, with_kwargs=True).remove)
-            stack.callback(module.register_forward_pre_hook(recorder.entering).remove)
-            stack.callback(module.register_forward_hook(recorder.leaving, always_call=True).remove)
+                stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(entering).remove)
+            stack.callback(module.register_forward_hook(leaving, always_call=True).remove)
 
     @unseen
     def __exit__(self, *error: object) -> None:

@@ -7,6 +7,9 @@ operator.
 
 Recomputation is left to torch.utils.checkpoint, which has its own hooks on saved tensors: inside of it nothing is
 packed.
+
+A model may be copied or saved during a pass. Its copy is no part of the pass: it has its own callables again
+(:class:`_Route`), and hooks that do nothing (:class:`HookOfPass`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import contextlib
 import functools
 import logging
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +37,7 @@ from narrowband.activations.dynamo import is_compiled_itself, without_mode
 from narrowband.activations.recorder import Recorder
 from narrowband.compiler import unseen
 
-__all__ = ["Regions", "active", "graphs_behind", "recomputed", "rerouted"]
+__all__ = ["HookOfPass", "Regions", "active", "graphs_behind", "recomputed", "rerouted"]
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +130,40 @@ def _direct(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: A
     return active.regions.call_compiled(module, call, args, kwargs)
 
 
+class _Route:
+    """Takes the place of a module's callable, and lets the pass of the calling thread call that, if there is a pass.
+
+    In a copied or loaded module it is replaced by what the original had before the pass.
+
+    Args:
+        module: the module.
+        call: its callable.
+        own: the callable as an attribute of the module itself; None if the module's class defines it.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any], own: Callable[..., Any] | None) -> None:
+        functools.update_wrapper(self, call)  # keeps the attributes that tell whether a function may be compiled
+        self._module, self._call, self._own = weakref.ref(module), call, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        there, regions = self._module(), active.regions
+        if there is None or regions is None:
+            return self._call(*args, **kwargs)
+        return regions.call(there, self._call, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object]]:
+        return (_forward_of, (self._module(),)) if self._own is None else (_itself, (self._own,))
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward method of a module that is just being copied or loaded."""
+    return types.MethodType(type(module).forward, module)
+
+
+def _itself(call: Callable[..., Any]) -> Callable[..., Any]:
+    return call
+
+
 class _Rerouted:
     """A module whose callable is wrapped, with the number of passes that need it so."""
 
@@ -134,23 +172,33 @@ class _Rerouted:
         # Module.__call__ calls _compiled_call_impl where Module.compile() has set it, and forward otherwise.
         self.attribute = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
         self.own = vars(module).get(self.attribute)
-        self.call = getattr(module, self.attribute)
-        inside = weakref.ref(module)
-
-        @functools.wraps(self.call)  # keeps the attributes that tell whether a function may be compiled
-        def route(*args: Any, **kwargs: Any) -> Any:
-            there, regions = inside(), active.regions
-            if there is None or regions is None:
-                return self.call(*args, **kwargs)
-            return regions.call(there, self.call, args, kwargs)
-
-        setattr(module, self.attribute, route)
+        setattr(module, self.attribute, _Route(module, getattr(module, self.attribute), self.own))
 
     def restore(self, module: nn.Module) -> None:
         if self.own is None:
             delattr(module, self.attribute)
         else:
             setattr(module, self.attribute, self.own)
+
+
+class HookOfPass:
+    """A hook that a pass registers with a module. The hook of a copied or loaded module does nothing.
+
+    Args:
+        call: the hook. None, as in a copy: do nothing.
+    """
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    @unseen
+    def __call__(self, *args: Any) -> None:
+        """Call the hook."""
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[type[HookOfPass], tuple[()]]:
+        return type(self), ()
 
 
 _rerouted: weakref.WeakKeyDictionary[nn.Module, _Rerouted] = weakref.WeakKeyDictionary()
