@@ -234,7 +234,7 @@ def command_line(
         options: dataclass of the command line's options.
         work: called with the options, the command as given, and the console to print to.
         argv: ``sys.argv`` when None.
-        stopped: the message after Ctrl-C.
+        stopped: the message after Ctrl-C or SIGTERM.
     """
     import tyro
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Ctrl-C of the command line, in a process of its own, when something has been written."""
+"""Ctrl-C or SIGTERM of the command line, in a process of its own, when something has been written."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from narrowband.cli.exits import STOPPED
+from narrowband.cli.exits import STOPPED, TERMINATED
 
 LIMIT_S = 180.0  # only a failure takes this long
 
 
-def stopped(command: Sequence[str], ready: Callable[[], object]) -> str:
-    """Run a command until ``ready()``, and then press Ctrl-C; what it printed, in one line.
+def stopped(command: Sequence[str], ready: Callable[[], object], how: int = signal.SIGINT) -> str:
+    """Run a command until ``ready()``, and then press Ctrl-C, or send SIGTERM; what it printed, in one line.
 
     The command must end as a shell expects, and without a traceback.
     """
@@ -24,11 +24,11 @@ def stopped(command: Sequence[str], ready: Callable[[], object]) -> str:
             assert time.monotonic() < end
             assert run.poll() is None
             time.sleep(0.05)
-        run.send_signal(signal.SIGINT)
+        run.send_signal(how)
         out, err = run.communicate(timeout=LIMIT_S)
     finally:
         run.kill()
         run.wait()
-    assert run.returncode == STOPPED, err
+    assert run.returncode == {signal.SIGINT: STOPPED, signal.SIGTERM: TERMINATED}[how], err
     assert "Traceback" not in err
     return " ".join(out.split())

@@ -324,6 +324,27 @@ def test_every_error_has_its_exit_code_and_no_traceback(monkeypatch, error, code
     assert "Traceback" not in text
 
 
+def test_sigterm_ends_a_command_as_ctrl_c_does():
+    errors, handlers = Console(record=True, width=200, file=io.StringIO()), []
+
+    def work():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            handlers.append(signal.getsignal(signal.SIGTERM))  # a second one ends the process at once
+
+    assert finish(work, errors, stopped="Rows are kept.") == 143
+    assert errors.export_text() == "Stopped. Rows are kept.\n"
+    assert [*handlers, signal.getsignal(signal.SIGTERM)] == [signal.SIG_DFL] * 2
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    try:
+        assert finish(lambda: signal.raise_signal(signal.SIGTERM) or 0, errors) == 0  # a handler of others stays
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [1]
+
+
 def test_debug_raises_what_would_be_a_sentence(monkeypatch):
     with pytest.raises(ValueError, match="no"):
         ended(ValueError("no"), debug=True)
@@ -343,7 +364,7 @@ def test_another_pipe_that_breaks_is_told_wherever_output_goes(monkeypatch, outp
 def test_the_convention_stands_in_the_help(narrow):
     _, out, _ = narrow("--help")
     assert " ".join(CONVENTION.split()) in " ".join(out.split())
-    assert re.findall(r"\d+", CONVENTION) == ["0", "1", "2", "130"]
+    assert re.findall(r"\d+", CONVENTION) == ["0", "1", "2", "130", "143"]
 
 
 def test_a_path_that_looks_like_a_smiley_stays_a_path(narrow, given):

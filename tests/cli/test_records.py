@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import signal
 import sys
 
 import pytest
@@ -90,12 +91,17 @@ def test_a_decision_whose_plan_is_gone_is_made_again(narrow, tmp_path):
     assert first.exists()
 
 
-def test_after_ctrl_c_whole_rounds_of_bench_ddp_are_kept_and_another_run_overwrites_none(narrow, tmp_path):
-    path = tmp_path / "rows.json"
+def test_after_sigterm_whole_rounds_of_bench_ddp_are_kept_and_another_run_overwrites_none(
+    narrow, tmp_path, monkeypatch
+):
+    path, temporary = tmp_path / "rows.json", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     words = ["bench", "ddp", "--nodes", "2", "--rate", "none", "--model", "gpt-tiny", "--codecs", "none", "qsgd:bits=4"]
     words += ["--steps", "1", "--json", str(path), "--rounds"]
     command = [sys.executable, "-m", "narrowband.cli", *words, "100000"]
-    assert f"What was measured so far is in {path}." in stopped(command, path.exists)
+    assert f"What was measured so far is in {path}." in stopped(command, path.exists, signal.SIGTERM)
+    assert not list(temporary.glob("narrowband-*"))
     kept = path.read_bytes()
     rows = json.loads(kept)["rows"]
     assert [row["codec"] for row in rows] == ["no-communication", "none", "qsgd:bits=4"]

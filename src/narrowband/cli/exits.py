@@ -1,4 +1,4 @@
-"""End a command with one of four exit codes, and with one sentence if something went wrong.
+"""End a command with one of five exit codes, and with one sentence if something went wrong.
 
 All commands follow this convention, those of ``narrowband`` and ``python -m reproduce.…`` alike:
 
@@ -10,6 +10,7 @@ code meaning
 2    what was given is wrong: an unknown command or option, a value out of range, a file that is missing or holds
      something else, a place that nothing can be written to, or a feature that this machine or installation lacks
 130  stopped by Ctrl-C
+143  stopped by SIGTERM, in the same way: finished rows are kept, and ranks and temporary files are gone
 ==== =================================================================================================================
 
 ``narrowband lab`` passes on the exit code of its ranks, and returns 124 after a time-out.
@@ -19,15 +20,18 @@ Users need no traceback to learn what to change. ``NARROWBAND_DEBUG=1`` shows on
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import select
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from narrowband.bench.ranks import RankError
 from narrowband.errors import UnsupportedError, is_out_of_memory
@@ -35,14 +39,16 @@ from narrowband.errors import UnsupportedError, is_out_of_memory
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["CONVENTION", "DEBUG", "DONE", "FAILED", "STOPPED", "WRONG", "check_folder", "check_output", "finish"]
+__all__ = [
+    "CONVENTION", "DEBUG", "DONE", "FAILED", "STOPPED", "TERMINATED", "WRONG", "check_folder", "check_output", "finish",
+]  # fmt: skip
 
-DONE, FAILED, WRONG, STOPPED = 0, 1, 2, 130
+DONE, FAILED, WRONG, STOPPED, TERMINATED = 0, 1, 2, 130, 143
 
 #: The convention in one sentence, for help.
 CONVENTION = (
     f"Exit codes: {DONE} done; {FAILED} the run failed; {WRONG} what was given is wrong (an option, a value, a file); "
-    f"{STOPPED} stopped by Ctrl-C."
+    f"{STOPPED} stopped by Ctrl-C; {TERMINATED} stopped by SIGTERM."
 )
 
 #: The environment variable that turns tracebacks on.
@@ -58,16 +64,17 @@ def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug
     Args:
         work: returns the exit code if nothing goes wrong.
         errors: the console for the sentence, on standard error.
-        stopped: what to print after "Stopped." on Ctrl-C.
+        stopped: what to print after "Stopped." on Ctrl-C or SIGTERM.
         debug: raise errors instead. The environment variable ``NARROWBAND_DEBUG`` has the same effect.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal's encoding may lack characters of tables and names
         sys.stdout.reconfigure(errors="replace")
     try:
-        return work()
-    except KeyboardInterrupt:
+        with _terminable():
+            return work()
+    except KeyboardInterrupt as stop:
         errors.print(f"Stopped. {stopped}".strip(), style="yellow", highlight=False)
-        return STOPPED
+        return TERMINATED if isinstance(stop, _Terminated) else STOPPED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             return FAILED
@@ -78,6 +85,33 @@ def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug
         if not expected:
             errors.print(f"({DEBUG}=1 shows the traceback)", style="dim", highlight=False)
         return code
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM has arrived. Whatever cleans up after Ctrl-C does so then, too."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Raise :class:`_Terminated` on SIGTERM, which would end this process before anything is cleaned up. A second one
+    does so all the same.
+
+    Python handles signals in the main thread only, so in other threads nothing is changed, nor where another handler
+    was set.
+    """
+
+    def terminate(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _is_unread() -> bool:
