@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 # No deadline: the first example compiles kernels, and tests never assert on the clock. Fixed examples in CI, so that a
 # red run means a change and not a die; new ones, and more of them, on every run elsewhere.
@@ -22,6 +23,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # Inductor compiles in processes of its own, each of which would import PyTorch first; tests have a few small graphs.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# What it has compiled is worth keeping from session to session, unlike all else in the temporary folder.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")))
 # Tests that give programs a cache folder of their own, for data, are no reason to compile every loop there once more.
 os.environ.setdefault("NUMBA_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser()))
 
@@ -59,6 +62,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs root: network namespaces and traffic shaping")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device: PyTorch finds none here")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let all temporary files lie in pytest's folder, of which pytest keeps the last few. Some stay behind on purpose:
+    those of processes that tests kill, and logs of benchmarks whose ranks fail.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        # A short name, since Unix sockets lie there, whose paths have 107 characters at most.
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))
+        patch.setattr(tempfile, "tempdir", None)  # so that TMPDIR is read again
+        yield
 
 
 @pytest.fixture(scope="session")

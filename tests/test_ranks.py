@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ def sum_of_ranks(rank, world_size, offset):
 
 def process_id(rank, world_size):
     return os.getpid()
+
+
+def temporary_folder(rank, world_size):
+    return tempfile.gettempdir()
 
 
 def leave_others_in_a_collective(rank, world_size, culprit):
@@ -69,6 +74,11 @@ def has_a_group(rank, world_size):
 
 def threads_and_random_number(rank, world_size):
     return torch.get_num_threads(), torch.rand(()).item()
+
+
+def test_temporary_files_lie_in_the_folder_of_pytest(tmp_path_factory):
+    folders = {tempfile.gettempdir(), *run_ranks(temporary_folder, 2)}
+    assert all(Path(folder).is_relative_to(tmp_path_factory.getbasetemp()) for folder in folders)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

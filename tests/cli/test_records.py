@@ -92,10 +92,9 @@ def test_a_decision_whose_plan_is_gone_is_made_again(narrow, tmp_path):
 
 
 def test_after_sigterm_whole_rounds_of_bench_ddp_are_kept_and_another_run_overwrites_none(
-    narrow, tmp_path, monkeypatch
+    narrow, tmp_path, tmp_path_factory, monkeypatch
 ):
-    path, temporary = tmp_path / "rows.json", tmp_path / "temporary"
-    temporary.mkdir()
+    path, temporary = tmp_path / "rows.json", tmp_path_factory.mktemp("t")
     monkeypatch.setenv("TMPDIR", str(temporary))
     words = ["bench", "ddp", "--nodes", "2", "--rate", "none", "--model", "gpt-tiny", "--codecs", "none", "qsgd:bits=4"]
     words += ["--steps", "1", "--json", str(path), "--rounds"]
