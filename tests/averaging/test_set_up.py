@@ -73,15 +73,15 @@ def test_what_all_ranks_are_given_wrongly_is_the_error_itself():
 
 
 def in_a_part(rank, world_size):
-    """What is said among ranks 1 and 2, which have other ranks in their group."""
+    """What is said among ranks 1 and 2, which have other ranks in their group, and on a rank that is not in it."""
     group = dist.new_group([1, 2])
-    if rank == 0:
-        return None
     return refusal(lambda: nb.Averager(net(), "qsgd:bits=4", seed=rank, process_group=group))
 
 
 def test_ranks_are_named_as_in_the_whole_program():
-    _, *refused = run_ranks(in_a_part, 3)
+    outside, *refused = run_ranks(in_a_part, 3)
+    assert outside[0] == "ValueError"
+    assert "this rank is not in process_group" in outside[1]
     for kind, text in refused:
         assert kind == "DisagreementError"
         assert "ranks disagree on seed (1 on rank 1; 2 on rank 2)" in text

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import narrowband as nb
 from narrowband.adapt import LayerPlan, Plan
@@ -73,6 +74,18 @@ def mistaken_on_one_rank(rank, world_size):
     heard["averager"] = refusal(lambda: nb.Averager(mlp(), "zip" if one else "sign+ef"))
     net = mlp()
     heard["updates"] = refusal(lambda: nb.compress_updates(net, sgd(net), "sign+ef", every=0 if one else 2))
+    for kind, wrong in (("mesh", init_device_mesh("cpu", (world_size,))), ("number", 3)):
+        group = wrong if one else None
+        heard[f"a {kind} as group"] = refusal(lambda g=group: compress(net, "sign+ef", min_numel=64, process_group=g))
+        heard[f"a {kind} as averager's"] = refusal(lambda g=group: nb.Averager(net, "sign+ef", process_group=g))
+        heard[f"a {kind} for updates"] = refusal(
+            lambda g=group: nb.compress_updates(net, sgd(net), "sign+ef", process_group=g)
+        )
+        heard[f"a {kind} for coded work"] = refusal(lambda g=group: nb.CodedDataParallel(net, process_group=g))
+        heard[f"a {kind} for a choice"] = refusal(
+            lambda g=group: nb.choose_redundancy(net, lambda: None, batch_size=8, process_group=g)
+        )
+    heard["coded work"] = refusal(lambda: nb.CodedDataParallel(net, redundancy=0 if one else 2))
     handle = compress(model, "topk:density=0.05+ef", min_numel=64)
     heard["name of a layer"] = refusal(lambda: handle.set_layers({"1.bias": "sign"} if one else layers))
     heard["no mapping"] = refusal(lambda: handle.set_layers(["0.weight"] if one else layers))
@@ -94,6 +107,9 @@ def test_a_mistake_on_one_rank_is_raised_on_all_and_nobody_waits_for_it():
             "nodes": ("DisagreementError", "nodes (auto on ranks 0, 2; 3 on rank 1)"),
             "averager": ("ValueError", "unknown codec 'zip'"),
             "updates": ("ValueError", "every=0 must be at least 1"),
+            **{what: ("TypeError", "process_group is a DeviceMesh") for what in heard if what.startswith("a mesh")},
+            **{what: ("TypeError", "process_group is 3, of type int") for what in heard if what.startswith("a number")},
+            "coded work": ("ValueError", "redundancy=0"),
             "name of a layer": ("ValueError", "1.bias: this handle compresses no parameters of these names"),
             "no mapping": ("AttributeError", "'list'"),
             "spec of a layer": ("DisagreementError", "density=0.5+ef on ranks 0, 2; topk:density=0.4+ef on rank 1"),

@@ -148,7 +148,9 @@ def agree_in_all(agreements: Iterable[Agreement], facts: Facts, advice: str, fai
             try:
                 agreement.now(facts, advice, failure)
             except Exception as error:
-                if error is not failure and not isinstance(error, DisagreementError):
+                if failure is not None:
+                    continue  # that is what users have to hear of, even if the network breaks meanwhile
+                if not isinstance(error, DisagreementError):
                     raise
                 failure = error
         if failure is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
-from narrowband.collectives import group_or
+from narrowband.collectives import group_or, waiting_in
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -81,8 +81,6 @@ class Averager(Handle):
         message_nbytes: int = MESSAGE_NBYTES,
         early_nbytes: int = EARLY_NBYTES,
     ) -> None:
-        group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
-
         def prepared() -> tuple[list[tuple[str, Tensor]], Settings]:
             pairs = _named(tensors)
             settings = Settings.of(
@@ -96,14 +94,16 @@ class Averager(Handle):
                 early_nbytes=early_nbytes,
                 grad_scaler=grad_scaler,
             )
-            check_replica((p for _, p in pairs), group_or(process_group))
+            group = group_or(process_group)
+            check_replica((p for _, p in pairs), group)
             return pairs, settings.with_optimizer(optimizer, pairs, warn=dist.get_rank(group) == 0)
 
-        pairs, settings = checked_on_all("Averager", [*groups_of_replica(tensors), group], prepared)
+        groups = [*groups_of_replica(tensors), waiting_in(process_group)]
+        pairs, settings = checked_on_all("Averager", groups, prepared)
         norms = norms_of(tensors) if isinstance(tensors, nn.Module) else []
         self._sparse = sparse_of(tensors) if isinstance(tensors, nn.Module) else set()
         self._module = weakref.ref(tensors) if isinstance(tensors, nn.Module) else None
-        super().__init__(pairs, norms, settings, group, set_up="Averager", step="average")
+        super().__init__(pairs, norms, settings, group_or(process_group), set_up="Averager", step="average")
         if warning := rounded(pairs):
             self.layers.warn_once(warning)
 

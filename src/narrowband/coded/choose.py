@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from narrowband.averaging.agreement import checked_on_all
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.average import BlockAverage
-from narrowband.collectives import borrow, group_or
+from narrowband.collectives import borrow, group_or, waiting_in
 from narrowband.errors import UnsupportedError
 from narrowband.transport import Broadcast, Transport, connect
 
@@ -192,9 +193,13 @@ def choose_redundancy(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
-    users = group_or(process_group)
+
+    def prepared() -> dist.ProcessGroup:
+        if steps < 1:
+            raise ValueError(f"steps={steps} must be at least 1")
+        return group_or(process_group)
+
+    users = checked_on_all("choose_redundancy", [waiting_in(process_group)], prepared)
     ranks = dist.get_process_group_ranks(users)
     trained = [p for p in model.parameters() if p.requires_grad]
     device = trained[0].device if trained else torch.device("cpu")

@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from narrowband import kernels
+from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.who import shares_with
 from narrowband.coded.assignment import Assignment, CodedSampler
 from narrowband.coded.average import BlockAverage
@@ -44,7 +45,7 @@ from narrowband.coded.checks import (
 )
 from narrowband.coded.fixed_point import DTYPES
 from narrowband.coded.stats import CodedStepStats
-from narrowband.collectives import borrow, group_or
+from narrowband.collectives import borrow, group_or, waiting_in
 from narrowband.errors import UnsupportedError
 from narrowband.kernels.compiling import announced
 from narrowband.stats import Stats
@@ -138,34 +139,37 @@ class CodedDataParallel(nn.Module):
         super().__init__()
         if not dist.is_available() or not dist.is_initialized():
             raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
-        users = group_or(process_group)
-        redundancy, bits, seed = (
-            whole_number(name, value) for name, value in (("redundancy", redundancy), ("bits", bits), ("seed", seed))
+
+        def prepared() -> tuple[dist.ProcessGroup, torch.device, Assignment, dict[str, Any]]:
+            users = group_or(process_group)
+            numbers = (("redundancy", redundancy), ("bits", bits), ("seed", seed))
+            arguments: dict[str, Any] = {name: whole_number(name, value) for name, value in numbers}
+            arguments |= {
+                "transport": transport if isinstance(transport, str) else transport.name,
+                "group": None if group is None else whole_number("group", group),
+                "shares": None if shares is None else tuple(map(plain_number, shares)),
+                "span": span,
+                "max_failures": max_failures,
+                "silence_timeout": silence_timeout,
+                "rejoin_steps": rejoin_steps,
+            }
+            device = check_model(module)
+            if shares_with(module):
+                raise UnsupportedError(
+                    "compress_gradients was called for this model, whose gradients CodedDataParallel averages by "
+                    "itself: call the handle's remove() on all ranks first, and send fewer bytes with bits=16 or bits=8"
+                )
+            check_failures(max_failures, silence_timeout, rejoin_steps, arguments["redundancy"], transport)
+            size = dist.get_world_size(users)
+            chosen = Assignment(size, arguments["redundancy"], arguments["group"] or 0, arguments["shares"] or ())
+            return users, device, chosen, arguments
+
+        users, device, assignment, arguments = checked_on_all(
+            "CodedDataParallel", [waiting_in(process_group)], prepared
         )
-        group = None if group is None else whole_number("group", group)
-        shares = None if shares is None else tuple(map(plain_number, shares))
-        arguments = {
-            "redundancy": redundancy,
-            "transport": transport if isinstance(transport, str) else transport.name,
-            "group": group,
-            "shares": shares,
-            "bits": bits,
-            "span": span,
-            "seed": seed,
-            "max_failures": max_failures,
-            "silence_timeout": silence_timeout,
-            "rejoin_steps": rejoin_steps,
-        }
         check_agreement(arguments, module, users)
-        device = check_model(module)
-        if shares_with(module):
-            raise UnsupportedError(
-                "compress_gradients was called for this model, whose gradients CodedDataParallel averages by itself: "
-                "call the handle's remove() on all ranks first, and send fewer bytes with bits=16 or bits=8"
-            )
-        ranks = dist.get_process_group_ranks(users)
-        self.assignment = Assignment(len(ranks), redundancy, group or 0, shares or ())
-        check_failures(max_failures, silence_timeout, rejoin_steps, redundancy, transport)
+        bits, seed = arguments["bits"], arguments["seed"]
+        self.assignment = assignment
         self.module = module
         self._as_set_up = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
         self._trained = [p for _, p, is_trained in self._as_set_up if is_trained]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Loan", "borrow", "can_send_from", "group_of", "group_or", "new_group"]
+__all__ = ["Loan", "borrow", "can_send_from", "group_of", "group_or", "new_group", "waiting_in"]
 
 
 @dataclass(eq=False)
@@ -72,18 +72,46 @@ class _Shelf:
 _shelves: dict[tuple[object, ...], _Shelf] = {}
 
 
-def group_or(given: dist.ProcessGroup | None, default: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+def group_or(given: object, default: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Return the process group that a user gave, or else the default, which is that of all ranks if it is None.
 
     Raises:
-        TypeError: it is a DeviceMesh.
+        TypeError: it is no process group, such as a DeviceMesh.
+        ValueError: this rank is not in it.
     """
+    if given is None:
+        return default or cast("dist.ProcessGroup", dist.group.WORLD)
     if isinstance(given, DeviceMesh):
         raise TypeError(
             "process_group is a DeviceMesh; pass the group of one of its dimensions, such as "
             'mesh["replicas"].get_group()'
         )
-    return given or default or cast("dist.ProcessGroup", dist.group.WORLD)
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in process_group; set compression up on the group's ranks alone")
+    if not isinstance(given, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group is {given!r}, of type {type(given).__name__}; pass a group that "
+            "torch.distributed.new_group(…) or a DeviceMesh's get_group() returned"
+        )
+    return given
+
+
+def waiting_in(given: object) -> dist.ProcessGroup | None:
+    """Return the group in which other ranks wait for this one to check what it was given, also if that is wrong.
+
+    Args:
+        given: what a user passed as process group. For a DeviceMesh of one dimension, ranks that were given its group
+            wait there. For anything else that is no group, all ranks are assumed to wait.
+
+    Returns:
+        None if there is no such group: none was initialized, or this rank is not in the group.
+    """
+    if isinstance(given, DeviceMesh) and given.ndim == 1:
+        group: dist.ProcessGroup = given.get_group()
+        return group
+    if isinstance(given, dist.ProcessGroup):
+        return given
+    return None if given is dist.GroupMember.NON_GROUP_MEMBER else dist.group.WORLD
 
 
 def borrow(like: dist.ProcessGroup, device: torch.device) -> Loan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from narrowband.averaging.plans import plan_of_sharded, plan_of_shards
 from narrowband.averaging.replicas import check_once, check_parts, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.who import averaged_by, shares_with
-from narrowband.collectives import group_or
+from narrowband.collectives import group_or, waiting_in
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression
 from narrowband.gradients.hook import hook_of
@@ -136,15 +136,14 @@ def compress_gradients(
         )
         return _prepared(model, settings, process_group, nodes, optimizer)
 
-    world = cast("dist.ProcessGroup", dist.group.WORLD)
     if isinstance(model, DistributedDataParallel):
-        groups = [model.process_group]
+        groups: list[dist.ProcessGroup | None] = [model.process_group]
     else:
-        groups = [*groups_of_replica(model), process_group or world]
+        groups = [*groups_of_replica(model), waiting_in(process_group)]
     settings = checked_on_all("compress_gradients", groups, prepared, {"nodes": str(nodes)})
     if not isinstance(model, DistributedDataParallel):
-        return ModuleCompression(model, settings, process_group or world, _inside(model, settings))
-    group = process_group or model.process_group
+        return ModuleCompression(model, settings, group_or(process_group), _inside(model, settings))
+    group = group_or(process_group, model.process_group)
     levels = None if nodes is None else levels_of(nodes, group, next(model.parameters()).device)
     if levels is None:
         return DDPCompression(model, hook_of(model), settings, group)

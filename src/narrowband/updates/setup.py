@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from narrowband.averaging.plans import plan_of_sharded
 from narrowband.averaging.replicas import check_once, check_parts, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.who import ddp_of
-from narrowband.collectives import group_or
+from narrowband.collectives import group_or, waiting_in
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
 from narrowband.units import whole_number
@@ -180,9 +180,9 @@ def compress_updates(
     if peers is not None:
         net, optimizers, settings, rounds = prepared()
         return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
-    group = process_group or cast("dist.ProcessGroup", dist.group.WORLD)
-    net, optimizers, settings, rounds = checked_on_all("compress_updates", [*groups_of_replica(model), group], prepared)
-    return UpdateCompression(net, optimizers, settings, group, rounds)
+    groups = [*groups_of_replica(model), waiting_in(process_group)]
+    net, optimizers, settings, rounds = checked_on_all("compress_updates", groups, prepared)
+    return UpdateCompression(net, optimizers, settings, group_or(process_group), rounds)
 
 
 def _optimizers_of(model: object, given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
