@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import re
@@ -14,6 +15,8 @@ import resource
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -328,10 +331,12 @@ def test_sigterm_ends_a_command_as_ctrl_c_does():
     errors, handlers = Console(record=True, width=200, file=io.StringIO()), []
 
     def work():
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        finally:
-            handlers.append(signal.getsignal(signal.SIGTERM))  # a second one ends the process at once
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as others:
+            others.submit(time.sleep, 3600)
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                handlers.append(signal.getsignal(signal.SIGTERM))  # a second one ends the process at once
 
     assert finish(work, errors, stopped="Rows are kept.") == 143
     assert errors.export_text() == "Stopped. Rows are kept.\n"

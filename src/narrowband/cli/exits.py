@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import os
 import re
 import select
@@ -94,7 +95,7 @@ class _Terminated(KeyboardInterrupt):
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     """Raise :class:`_Terminated` on SIGTERM, which would end this process before anything is cleaned up. A second one
-    does so all the same.
+    does so all the same. Processes that this one has started for its work, and would wait for, are ended before.
 
     Python handles signals in the main thread only, so in other threads nothing is changed, nor where another handler
     was set.
@@ -102,6 +103,8 @@ def _terminable() -> Iterator[None]:
 
     def terminate(*_: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for process in multiprocessing.active_children():
+            process.terminate()
         raise _Terminated
 
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
