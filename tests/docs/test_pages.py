@@ -79,6 +79,14 @@ def test_every_block_is_in_a_language_that_is_checked():
     assert others == []
 
 
+def test_scripts_end_their_process_group_or_the_text_beside_them_says_so():
+    paths = {
+        path for path, page in zip(PATHS, PAGES, strict=True) for b in page.blocks if "init_process_group" in b.text
+    }
+    assert len(paths) > 10
+    assert [path.name for path in sorted(paths) if "destroy_process_group()" not in path.read_text()] == []
+
+
 def test_hardly_a_block_is_left_out_and_each_says_why():
     left_out = [block for page in PAGES for block in page.blocks if block.not_run]
     assert len(left_out) <= 4
