@@ -19,6 +19,7 @@ import narrowband as nb
 from narrowband.averaging.who import averaged_by
 from narrowband.gradients import node as node_module
 from narrowband.gradients.levels import shards_of
+from tests.gradients.shards import shard
 from tests.gradients.training import (
     HUGE,
     LOSSLESS,
@@ -329,6 +330,7 @@ def sizes(rank, world_size):
     del os.environ["GROUP_RANK"]
     found["three"] = refusal(lambda: nodes_of(3))
     found["a word"] = refusal(lambda: nodes_of("all"))
+    found["no whole number"] = refusal(lambda: nodes_of(2.5))
     found["a mesh of others"] = refusal(lambda: nodes_of(init_device_mesh("cpu", (4,))))
     found["plain"] = refusal(lambda: nb.compress_gradients(mlp(), "none", nodes=2))
     sparse = wrap(nn.Sequential(nn.Embedding(10, 4, sparse=True)))
@@ -349,6 +351,7 @@ def test_who_is_on_which_node():
             "two hosts": "one node of ranks on 2 hosts",
             "three": "nodes=3 does not divide 4 ranks",
             "a word": "nodes='all': expected a number of machines",
+            "no whole number": "nodes=2.5: expected a number of machines",
             "a mesh of others": "expected a mesh of nodes × ranks",
             "plain": "nodes= is for models in DistributedDataParallel",
             "sparse": "sparse gradients cannot be averaged shard by shard",
@@ -357,6 +360,66 @@ def test_who_is_on_which_node():
         }
         for name, word in words.items():
             assert word in found[name][1], (name, found[name])
+
+
+def mistaken_beside_mates(rank, world_size, sharded):
+    """What all ranks hear where rank 1 alone calls something else; its mates compare with other ranks than it does."""
+    one, layers = rank == 1, {"0.weight": "topk:density=0.5"}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "ranks"))
+    model = shard(mlp(), mesh["ranks"]) if sharded else wrap(mlp())
+    options = {"process_group": mesh["nodes"].get_group()} if sharded else {"nodes": mesh}
+
+    def made(spec):
+        return nb.compress_gradients(model, spec, min_numel=32, **options)
+
+    errors = {"set-up": refusal(lambda: made("sign+ef" if one else "fp16"))}
+    handle = made("sign+ef")
+    errors["a name"] = refusal(lambda: handle.set_layers({"1.bias": "sign"} if one else layers))
+    errors["a spec"] = refusal(lambda: handle.set_layers({"0.weight": "topk:density=0.4"} if one else layers))
+    errors["a state"] = refusal(lambda: handle.load_state_dict({} if one else handle.state_dict()))
+    own = handle.state_dict()
+    errors["a folder"] = refusal(lambda: handle.load_saved("nowhere") if one else handle.load_state_dict(own))
+    errors["a call"] = refusal(lambda: handle.set_layers(layers) if one else handle.remove())
+    train(model, rank, range(2), sgd(model))
+    handle.remove()
+    return errors, handle.step
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["nodes", "FSDP2"])
+def test_a_mistake_of_one_rank_is_told_to_its_mates_too(sharded):
+    words = {
+        "set-up": "spec (sign+ef on rank 1; fp16 on rank 3)",
+        "a name": "1.bias: this handle compresses no parameters",
+        "a spec": "topk:density=0.4+ef on rank 1",
+        "a state": "the state lacks",
+        "a folder": "nowhere",
+        "a call": "on rank 1",
+    }
+    for rank, (errors, steps) in enumerate(run_ranks(mistaken_beside_mates, 4, sharded, timeout_s=60.0)):
+        assert steps == 2
+        for what, (kind, text) in errors.items():
+            alone = (
+                {"a name": "ValueError", "a state": "ValueError", "a folder": "FileNotFoundError"} if rank == 1 else {}
+            )
+            assert kind == alone.get(what, "DisagreementError")
+            assert words[what] in text, (rank, what, text)
+
+
+def with_a_small_part(rank, world_size):
+    """A rank of a node has two rows of three, which are compressed, and the other has one."""
+    model = wrap(nn.Sequential(nn.Linear(40, 8), nn.Linear(8, 40), nn.Linear(40, 3)))
+    handle = nb.compress_gradients(model, "sign+ef", nodes=2, min_numel=64)
+    handle.set_layers({"2.weight": "topk:density=0.5"})
+    with pytest.raises(ValueError, match=r"2\.bias"):
+        handle.set_layers({"2.bias": "topk:density=0.5"})
+    model(torch.randn(4, 40)).square().sum().backward()
+    return handle.layers.override_texts(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_layers_of_which_some_ranks_have_little_may_have_a_spec_of_their_own():
+    answers = run_ranks(with_a_small_part, 4)
+    assert sorted(texts.get("2.weight", "") for texts, _ in answers) == ["", "", *["topk:density=0.5+ef"] * 2]
+    assert all(torch.equal(gradient, answers[0][1]) for _, gradient in answers)
 
 
 def in_the_way(rank, world_size):

@@ -188,6 +188,21 @@ def test_a_group_with_two_ranks_of_one_replica_is_refused():
             assert f"process_group has ranks [{rank ^ 1}], which train the same replica" in text
 
 
+def other_rounds(rank, world_size):
+    """What all ranks hear where rank 1 alone gives another ``every``, of which only its own group has a part."""
+    mesh = mesh_of(2, 2)
+    options = {"every": 3 if rank == 1 else 2, "process_group": mesh["replicas"].get_group()}
+    models = [replica_of(kind, mesh) for kind in ("fsdp", "ddp")]
+    return [refusal(lambda m=model: nb.compress_updates(m, adamw(m), "none", **options)) for model in models]
+
+
+def test_a_mistake_of_one_rank_is_told_to_its_replica_too():
+    for errors in run_ranks(other_rounds, 4, timeout_s=60.0):
+        for kind, text in errors:
+            assert kind == "DisagreementError"
+            assert "(3 on rank 1; 2 on rank 3)" in text
+
+
 def gradients_and_updates(rank, world_size):
     """Handles of both kinds for the same parameters: with ranks in common, and inside and between machines."""
     mesh = mesh_of(2, 2)

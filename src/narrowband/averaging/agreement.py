@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from narrowband.collectives import Job
 
-__all__ = ["Agreement", "Facts", "agree_in_all", "checked_on_all"]
+__all__ = ["Agreement", "Facts", "agree_in_all", "agreement_in", "checked_on_all"]
 
 #: What a rank is about to do: name → value. A nested mapping is compared entry by entry.
 Facts = Mapping[str, "str | Mapping[str, str]"]
@@ -159,6 +159,12 @@ def agree_in_all(agreements: Iterable[Agreement], facts: Facts, advice: str, fai
         del failure
 
 
+def agreement_in(group: dist.ProcessGroup) -> Agreement:
+    """Return an object that compares facts over the ranks of a group, from CPU memory if the group can send from it."""
+    cpu = torch.device("cpu")
+    return Agreement(Peers.of(group), cpu if can_send_from(group, cpu) else torch.device("cuda"))
+
+
 _T = TypeVar("_T")
 
 
@@ -188,10 +194,7 @@ def checked_on_all(
         failure = error
     # A rank that is in no group gets such an object instead, and an error later.
     waiting = [group for group in groups if isinstance(group, dist.ProcessGroup)] if dist.is_initialized() else []
-    cpu = torch.device("cpu")
-    agreements = [
-        Agreement(Peers.of(group), cpu if can_send_from(group, cpu) else torch.device("cuda")) for group in waiting
-    ]
+    agreements = map(agreement_in, waiting)
     advice = f"Call {call} on all ranks with the same arguments for the same model"
     try:
         agree_in_all(agreements, {"call": call, **(facts or {})}, advice, failure)

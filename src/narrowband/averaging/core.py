@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.distributed as dist
 
-from narrowband.averaging.agreement import Agreement
+from narrowband.averaging.agreement import Agreement, agree_in_all, agreement_in
 from narrowband.averaging.controller import Controller
 from narrowband.averaging.layers import Layers
 from narrowband.averaging.loss_scale import LossScale
@@ -37,7 +37,7 @@ from narrowband.averaging.step import ADVICE, MEASURE_EVERY, Group, Parts, Step,
 from narrowband.averaging.warmup import warm_up
 from narrowband.codecs import Identity
 from narrowband.collectives import Engine, Loan, Peers, borrow, can_send_from
-from narrowband.errors import PayloadError, UnsupportedError
+from narrowband.errors import DisagreementError, PayloadError, UnsupportedError
 from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Averaging:
         set_up: the name of the function that users called for the set-up, for errors about disagreement.
         step: the name of the call that runs a step, for the same errors.
         inside: the ranks that hold the parts of one replica, if replicas are sharded.
+        mates: process groups in which ranks hold other parts of this replica. They are told if ranks disagree here.
         owners: the optimizer's own tensor of each parameter, if the tensors that are averaged are shards of these.
         later: schedules a function for the end of the pass that feeds tensors, and returns True; or returns False if
             there is no such pass. An error in an exchange is then raised at that time, and futures get NaN, so that the
@@ -90,6 +91,7 @@ class Averaging:
         set_up: str,
         step: str,
         inside: dist.ProcessGroup | None = None,
+        mates: Sequence[dist.ProcessGroup] = (),
         owners: Mapping[str, Tensor] | None = None,
         later: Callable[[Callable[[], None]], bool] | None = None,
     ) -> None:
@@ -99,7 +101,7 @@ class Averaging:
         self._set_up_name, self._step_name = set_up, step
         self._parameters, self._norms = list(parameters), norms
         refuse_valueless(self._parameters, set_up)
-        self._inside_group, self._owners = inside, owners or {}
+        self._inside_group, self._mates, self._owners = inside, list(mates), owners or {}
         self._later: Callable[[Callable[[], None]], bool] = later or (lambda _: False)
         self._loss_scale = LossScale(settings.grad_scaler)
         self._paused = False
@@ -126,7 +128,7 @@ class Averaging:
         self._agreement = Agreement(everyone, cpu if can_send_from(everyone.group, cpu) else device)
         kinds, facts, failure = self._chosen_on_this_rank()
         try:
-            self._agreement.now(
+            self._compare(
                 facts,
                 f"Call {self._set_up_name} on all ranks with the same arguments for the same model, which has been "
                 "converted to the same memory format before",
@@ -191,6 +193,22 @@ class Averaging:
             return self._kinds(), self._set_up_facts(self._set_up_name), None
         except Exception as error:
             return [], {"call": self._set_up_name}, error
+
+    def _compare(self, facts: Facts, advice: str, failure: Exception | None = None) -> None:
+        """Compare facts with the ranks that average, see :meth:`Agreement.now`; and tell the ranks that hold other
+        parts of this replica of an error. Those compare with others that their own groups average with, and would go on
+        without this rank.
+        """
+        try:
+            try:
+                self._agreement.now(facts, advice, failure)
+            except Exception as error:
+                if not self._mates or (failure is None and not isinstance(error, DisagreementError)):
+                    raise
+                failure = failure or error
+            agree_in_all(map(agreement_in, self._mates), {"call": facts["call"]}, advice, failure)
+        finally:
+            del failure  # see Agreement.now
 
     def _disconnect(self) -> None:
         """Release the group without a collective: some of its ranks may be gone."""

@@ -245,7 +245,7 @@ class Handle(Averaging):
     def _agree(self, facts: Facts, advice: str, failure: Exception | None = None) -> None:
         """Compare with the other ranks what users have called, between steps; see :meth:`Agreement.now`."""
         if self._engine.error is None:
-            self._agreement.now(facts, advice, failure)
+            self._compare(facts, advice, failure)
         elif failure is not None:  # no rank takes another step
             raise failure
 
@@ -307,7 +307,13 @@ class Handle(Averaging):
         """
         from narrowband.averaging.saved import states_in
 
-        self.load_state_dict(states_in(folder, key, self))
+        try:
+            states = states_in(folder, key, self)
+        except Exception as failure:  # of any kind: other ranks wait in the comparison
+            self._check_between_steps("load_saved")
+            self._agree({"call": "load_state_dict"}, _LOAD_ADVICE, failure)
+            raise
+        self.load_state_dict(states)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resume from what :meth:`state_dict` returned. Call on all ranks.
@@ -332,13 +338,12 @@ class Handle(Averaging):
                 f"load_state_dict: the exchange stopped at an earlier step ({self._engine.error}); restart all ranks, "
                 "and load the state in the new processes"
             ) from self._engine.error
-        # The list is the same on all ranks, so all of them raise if it is invalid, without telling each other.
         given: Any = state
         of_all = isinstance(given, Iterable) and not isinstance(given, (Mapping, str, bytes))
-        states = states_of_all_ranks(list(given), self._state_facts) if of_all else None
         failure: ValueError | None = None
         facts: Facts = {"call": "load_state_dict"}
         try:
+            states = states_of_all_ranks(list(given), self._state_facts) if of_all else None
             mine, residuals = self._loadable(state) if states is None else self._loadable_of_all(states)
             facts = {**facts, **self._state_facts(mine)}
         except ValueError as problem:

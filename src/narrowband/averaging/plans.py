@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from narrowband.adapt import Plan
     from narrowband.averaging.settings import Settings
 
-__all__ = ["plan_of_sharded", "plan_of_shards"]
+__all__ = ["layers_of", "plan_of_sharded", "plan_of_shards"]
 
 
 def plan_of_shards(
@@ -43,8 +43,8 @@ def plan_of_shards(
     Raises:
         ValueError: a plan of another model.
     """
-    plan.check(_compressed(whole, norms, settings))
-    shapes = _compressed(shards, norms, settings)
+    plan.check(layers_of(whole, norms, settings))
+    shapes = layers_of(shards, norms, settings)
     layers = tuple(replace(layer, shape=shapes[layer.name]) for layer in plan.layers if layer.name in shapes)
     return replace(plan, layers=layers) if layers else None
 
@@ -65,7 +65,7 @@ def plan_of_sharded(plan: Plan, model: nn.Module, settings: Settings) -> Plan | 
         ValueError: a plan of another model.
     """
     named, norms = list(model.named_parameters()), norms_of(model)
-    shapes = _compressed(named, norms, settings)
+    shapes = layers_of(named, norms, settings)
     if shapes == {layer.name: tuple(layer.shape) for layer in plan.layers}:
         return plan
     whole: dict[Tensor, Tensor] = {
@@ -75,9 +75,9 @@ def plan_of_sharded(plan: Plan, model: nn.Module, settings: Settings) -> Plan | 
     return plan_of_shards(plan, unsharded, named, [*norms, *(whole[p] for p in norms)], settings)
 
 
-def _compressed(
+def layers_of(
     named: Sequence[tuple[str, Tensor]], norms: Sequence[Tensor], settings: Settings
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of layers, by name."""
+    """Return the shapes of the matrices that are large enough to be layers, by name."""
     numbers = {"min_numel": settings.min_numel, "early_nbytes": settings.early_nbytes}
     return Parameters(named, norms, fuse_small=settings.small != "uncompressed", **numbers).shapes

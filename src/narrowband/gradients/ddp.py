@@ -69,6 +69,7 @@ class DDPCompression(GradientCompression):
             set_up="compress_gradients",
             step="backward",
             inside=inside,
+            mates=[] if inside is None else [inside],
             owners=None if tensors is None else dict(averaged_by(model)),
             later=at_the_end_of_backward,
         )

@@ -35,11 +35,12 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from narrowband import kernels
 from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.parameters import norms_of
-from narrowband.averaging.plans import plan_of_shards
+from narrowband.averaging.plans import layers_of, plan_of_shards
 from narrowband.averaging.step import ADVICE, fill_with_nan
 from narrowband.averaging.who import averaged_by
 from narrowband.collectives import SerialExecutor, borrow, group_of
@@ -49,14 +50,15 @@ from narrowband.gradients.node import Node
 from narrowband.units import whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch._C._distributed_c10d import GradBucket
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import DistributedDataParallel
 
     from narrowband.averaging.settings import Settings
+    from narrowband.codecs import Codec
     from narrowband.collectives import Loan
+    from narrowband.feedback import Compression, Method
     from narrowband.gradients.hook import Hook
 
 __all__ = ["Levels", "TwoLevelCompression", "levels_of", "own_shards", "shards_of"]
@@ -97,13 +99,13 @@ def levels_of(
     ranks = dist.get_process_group_ranks(group)
     if isinstance(nodes, SupportsIndex):  # NumPy's numbers, too
         nodes = whole_number("nodes", nodes)
-    if not isinstance(nodes, (int, str)):
+    if isinstance(nodes, DeviceMesh):
         if nodes.ndim != 2 or sorted(nodes.mesh.flatten().tolist()) != sorted(ranks):
             raise ValueError(
                 f"nodes={nodes}: expected a mesh of nodes × ranks that has exactly the ranks that average, {ranks}"
             )
         return None if nodes.size(1) == 1 else Levels(nodes.get_group(1), nodes.get_group(0))
-    if isinstance(nodes, str) and nodes != "auto":
+    if nodes != "auto" and not isinstance(nodes, int):
         raise ValueError(f"nodes={nodes!r}: expected a number of machines, 'auto', or a mesh of nodes × ranks")
     here = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
     hosts: list[Any] = [None] * len(ranks)
@@ -243,6 +245,20 @@ class TwoLevelCompression(DDPCompression):
         self._stopped: BaseException | None = None
         self._told = self._raises_later = False
         super().__init__(model, hook, settings, levels.between, tensors=named, norms=small, inside=levels.inside)
+        whole = layers_of(named_whole, norms_of(model.module), settings)
+        self._small = {
+            name
+            for name, p in trained
+            if name in whole
+            and name not in self.layers.parameters.shapes
+            and max(span.stop - span.start for span, _ in self._places[p]) >= settings.min_numel
+        }
+
+    def _checked_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> Mapping[str, Compression]:
+        """See :meth:`Handle._checked_layers`. Layers of which this rank has too little to be compressed are left out,
+        since another rank of the node has more.
+        """
+        return super()._checked_layers({name: spec for name, spec in specs.items() if name not in self._small})
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()

@@ -39,7 +39,7 @@ from narrowband.averaging.averager import deliver, end_to_end
 from narrowband.averaging.core import BROKE_OFF, is_in_backward
 from narrowband.averaging.flat import groups_of
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
-from narrowband.averaging.replicas import begin_with_the_first
+from narrowband.averaging.replicas import begin_with_the_first, groups_of_replica
 from narrowband.averaging.who import averaged_by, bare, ddp_around, forget, remember, units_of
 from narrowband.collectives import borrow
 from narrowband.compiler import refuse_compiled_autograd, unseen
@@ -85,6 +85,7 @@ class ModuleCompression(GradientCompression):
             set_up="compress_gradients",
             step="backward",
             inside=inside,
+            mates=groups_of_replica(module),
         )
         begin_with_the_first(module, self.process_group)
         by_tensor = self.layers.parameters.by_tensor

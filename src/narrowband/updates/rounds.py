@@ -83,6 +83,7 @@ class UpdateCompression(Handle):
         settings: Settings,
         group: dist.ProcessGroup,
         rounds: Rounds,
+        mates: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.every = cast("int", rounds.every)
         self._rounds = rounds
@@ -106,7 +107,13 @@ class UpdateCompression(Handle):
                 raise TypeError(f"outer={rounds.outer!r} returned {self.outer!r}; it must return an optimizer")
         self._outer_step = OuterStep(self.outer, outer_parameters)
         super().__init__(
-            self._averaged.stand_ins, self._averaged.small, settings, group, set_up="compress_updates", step="round"
+            self._averaged.stand_ins,
+            self._averaged.small,
+            settings,
+            group,
+            set_up="compress_updates",
+            step="round",
+            mates=mates,
         )
         with announced("updates", say=self._peers.rank == 0):
             compile_loops(self.device)

@@ -180,9 +180,11 @@ def compress_updates(
     if peers is not None:
         net, optimizers, settings, rounds = prepared()
         return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
-    groups = [*groups_of_replica(model), waiting_in(process_group)]
-    net, optimizers, settings, rounds = checked_on_all("compress_updates", groups, prepared)
-    return UpdateCompression(net, optimizers, settings, group_or(process_group), rounds)
+    mates = groups_of_replica(model)
+    net, optimizers, settings, rounds = checked_on_all(
+        "compress_updates", [*mates, waiting_in(process_group)], prepared
+    )
+    return UpdateCompression(net, optimizers, settings, group_or(process_group), rounds, mates)
 
 
 def _optimizers_of(model: object, given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
