@@ -7,6 +7,7 @@ import pytest
 
 from narrowband.units import (
     NOTHING,
+    counted,
     format_bytes,
     format_count,
     format_loss,
@@ -27,6 +28,11 @@ from narrowband.units import (
         (format_bytes(5e15), "5e+03 TB"),  # beyond the last unit
         (format_count(3_307_008), "3.31 M"),
         (format_count(12), "12"),
+        (counted(0, "step"), "0 steps"),
+        (counted(1, "step"), "1 step"),
+        (counted(2, "step"), "2 steps"),
+        (counted(1, "step is", "steps are"), "1 step is"),
+        (counted(2, "step is", "steps are"), "2 steps are"),
         (format_rate(200e6), "200 Mbit/s"),
         (format_rate(10e9), "10 Gbit/s"),
         (format_seconds(0.0), "0 s"),

@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex
 
 __all__ = [
     "NOTHING",
+    "counted",
     "format_bytes",
     "format_count",
     "format_loss",
@@ -76,6 +77,13 @@ def format_bytes(count: float) -> str:
 def format_count(count: float) -> str:
     """``format_count(3_307_008) == "3.31 M"``."""
     return _scaled(count, 1000.0, ("", "k", "M", "G")).rstrip()
+
+
+def counted(count: int, one: str, several: str | None = None) -> str:
+    """``counted(1, "step") == "1 step"``, ``counted(2, "step") == "2 steps"``; and, with a verb,
+    ``counted(2, "step is", "steps are") == "2 steps are"``.
+    """
+    return f"{count} {one if count == 1 else several or f'{one}s'}"
 
 
 def format_rate(bits_per_second: float) -> str:

@@ -87,6 +87,21 @@ def test_ranks_are_named_as_in_the_whole_program():
         assert "ranks disagree on seed (1 on rank 1; 2 on rank 2)" in text
 
 
+def after_one_step(rank, world_size):
+    model = nn.Linear(8, 8)
+    averager = nb.Averager(model, "none", min_numel=4)
+    model(torch.ones(1, 8)).sum().backward()
+    averager.average()
+    return repr(averager)
+
+
+def test_a_handle_counts_one_as_one():
+    (one,), (two, _) = run_ranks(after_one_step, 1), run_ranks(after_one_step, 2)
+    assert "1 rank, 1 layer with 64 of 72 parameters" in one
+    assert ", 1 step of " in one
+    assert "2 ranks, 1 layer with" in two
+
+
 def with_wider_gradients(rank, world_size, way, wide):
     """What is said of parameters in 16 bits whose gradients may have 32."""
     model = net().bfloat16()

@@ -331,7 +331,7 @@ def test_a_file_that_is_missing(make, tmp_path, caplog):
     resumed = make("disk", 4)
     resumed.load_state_dict(state)
     assert len(resumed) == 0
-    assert "is missing: 1 samples are dropped" in caplog.text
+    assert "is missing: 1 sample is dropped" in caplog.text
     resumed.put(3, torch.full((4,), 3.0))
     assert (resumed.row(3) == 3).all()
 

@@ -144,7 +144,7 @@ def test_what_cannot_be_is_said_at_set_up(store):
         "use a plan",
         "every='soon' is not a time",
     ]
-    words += ["no store answers at 127.0.0.1:1", "no round was held for 0.3 s: 1 peers are here (least=2)"]
+    words += ["no store answers at 127.0.0.1:1", "no round was held for 0.3 s: 1 peer is here (least=2)"]
     assert [kind for kind, _ in errors] == kinds
     for (_, text), word in zip(errors, words, strict=True):
         assert word in text

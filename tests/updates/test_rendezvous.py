@@ -207,9 +207,9 @@ def test_who_left_is_not_waited_for():
 def test_who_left_is_not_counted_among_the_least(caplog):
     store = dist.HashStore()
     gone = meeting(store, "b", least=2, patience_s=0.2)
-    with pytest.raises(RendezvousError, match="1 peers are here"):
+    with pytest.raises(RendezvousError, match="1 peer is here"):
         gone.arrive(-1, 0.0)
-    with pytest.raises(RendezvousError, match=r"1 peers are here \(least=2\)"):
+    with pytest.raises(RendezvousError, match=r"1 peer is here \(least=2\)"):
         meeting(store, "a", least=2, begin_with=2, patience_s=0.4).arrive(-1, 0.0)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, "each says once that it waits"

@@ -179,7 +179,7 @@ def from_a_list(rank, world_size, options, states):
     [
         ({"every": 6}, (7, 9), "steps since the last round (1 on {0} 0; 3 on {0} 1)"),
         ({"every": 6}, (6, 9), "steps since the last round (0 on {0} 0; 3 on {0} 1)"),
-        ({"every": 8, "fragments": 2, "overlap": 3}, (5, 6), "way (0, for 1 steps on {0} 0; 0, for 2 steps on {0} 1)"),
+        ({"every": 8, "fragments": 2, "overlap": 3}, (5, 6), "way (0, for 1 step on {0} 0; 0, for 2 steps on {0} 1)"),
     ],
 )
 def test_states_of_different_steps_since_one_round_are_refused_on_all(options, moments, said):

@@ -38,6 +38,7 @@ from narrowband.activations.warmup import warm_up
 from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 from narrowband.stats import Stats
+from narrowband.units import counted
 
 __all__ = ["ActivationCompression", "compress_activations"]
 
@@ -221,9 +222,9 @@ class ActivationCompression(contextlib.ContextDecorator):
             )
         elif saved.outliers:
             log.warning(
-                "nothing was compressed: %d tensors hold inf, NaN or outliers, or were saved after a tensor that does, "
+                "nothing was compressed: %s inf, NaN or outliers, or came after a tensor that does, "
                 "and all others cannot be compressed (see min_numel=%d, and the dtype)",
-                saved.outliers,
+                counted(saved.outliers, "tensor holds", "tensors hold"),
                 self.policy.min_numel,
             )
         else:

@@ -36,6 +36,7 @@ from narrowband.activations.compiled import compiled_hooks, compiled_saving, gra
 from narrowband.activations.dynamo import is_compiled_itself, without_mode
 from narrowband.activations.recorder import Recorder
 from narrowband.compiler import unseen
+from narrowband.units import counted
 
 __all__ = ["HookOfPass", "Regions", "active", "graphs_behind", "recomputed", "rerouted"]
 
@@ -104,12 +105,12 @@ def _warn_of_no_graph(module: nn.Module, name: str | None, count: int) -> None:
         _warned.add(module)
         log.warning(
             "torch.compile was applied to %s, but PyTorch made no graph of it. So the operators that saved its tensors "
-            "are unknown, and %d tensors that could have been compressed were kept unchanged. module.compile() does "
+            "are unknown, and %s kept unchanged, which could have been compressed. module.compile() does "
             "not compile PyTorch's own modules, such as nn.Sequential or nn.TransformerEncoderLayer: use "
             'torch.compile(module). Under torch.compiler.set_stance("force_eager") nothing is compiled: set '
             "TORCHDYNAMO_DISABLE=1 instead, so that tensors are compressed operator by operator",
             f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})",
-            count,
+            counted(count, "tensor was", "tensors were"),
         )
 
 

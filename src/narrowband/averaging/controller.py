@@ -21,6 +21,7 @@ import torch.distributed as dist
 from narrowband import kernels
 from narrowband.adapt import Plan
 from narrowband.feedback.base import check_saved
+from narrowband.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -85,8 +86,9 @@ class Controller:
         plan.check(self._layers.parameters.shapes)
         if plan.world_size != self._peers.size:
             self._layers.warn_once(
-                f"the plan was made for {plan.world_size} ranks, but this run has {self._peers.size} ranks, for which "
-                f"another plan may send less; make one, for example with `narrowband adapt --ranks {self._peers.size}`"
+                f"the plan was made for {counted(plan.world_size, 'rank')}, but this run has {self._peers.size}, for "
+                "which another plan may send less; make one, for example with "
+                f"`narrowband adapt --ranks {self._peers.size}`"
             )
         self._layers.set(plan.specs())
         self.plan = plan

@@ -16,7 +16,7 @@ from narrowband.averaging.stats import LayerStats, StepStats
 from narrowband.codecs.base import squared_norm
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.stats import Stats
-from narrowband.units import format_bytes, format_count, whole_number
+from narrowband.units import counted, format_bytes, format_count, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,8 +48,8 @@ class Handle(Averaging):
         compressed, numel = format_count(parameters.compressed_numel), format_count(parameters.numel)
         facts = [
             f"{str(self.compression)!r}",
-            f"{self.size} rank{'s' if self.size != 1 else ''}",
-            f"{len(parameters.shapes)} layers with {compressed} of {numel} parameters",
+            counted(self.size, "rank"),
+            f"{counted(len(parameters.shapes), 'layer')} with {compressed} of {numel} parameters",
             f"residuals of {format_bytes(self.residual_nbytes)}",
         ]
         if self._removed:
@@ -57,7 +57,7 @@ class Handle(Averaging):
         elif self._paused:
             facts.append("paused")
         if total.steps:
-            facts.append(f"{total.steps} steps of {format_bytes(total.sent_bytes / total.steps)}")
+            facts.append(f"{counted(total.steps, 'step')} of {format_bytes(total.sent_bytes / total.steps)}")
             facts.append(f"{total.ratio:.3g} times less than uncompressed")
         if total.relative_error is not None:
             facts.append(f"relative error {total.relative_error:.2g}")

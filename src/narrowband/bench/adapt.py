@@ -28,7 +28,7 @@ from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import check_seed
 from narrowband.bench.text import standard_library
 from narrowband.feedback import compression
-from narrowband.units import format_loss
+from narrowband.units import counted, format_loss
 
 __all__ = ["Config", "count", "run"]
 
@@ -140,7 +140,7 @@ def run(
             row = {"name": name, "ranks": ranks, **decided}
             if path is not None:
                 plan.save(path)
-        on_event(f"{name}, among {ranks} ranks")
+        on_event(f"{name}, among {counted(ranks, 'rank')}")
         yield row
     row = there.get((_ALONE, None)) or _program(config.seed)
     on_event("program")

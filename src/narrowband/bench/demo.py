@@ -37,6 +37,7 @@ from narrowband.feedback import compression
 from narrowband.lab.config import MAX_NODES
 from narrowband.report.estimate import FORMULA, Row, estimates, verdict
 from narrowband.report.record import read_json, sources, versions, write_json
+from narrowband.units import counted
 
 __all__ = ["BASELINES", "Config", "run"]
 
@@ -156,7 +157,7 @@ def run(
 
     missing = [spec for spec in config.specs() if spec not in rows]
     if missing:
-        note({"event": "setup", "what": f"starting {config.nodes} rank{'s' if config.nodes > 1 else ''}"})
+        note({"event": "setup", "what": f"starting {counted(config.nodes, 'rank')}"})
         run_ranks("narrowband.bench.demo", asdict(config) | {"rows": missing}, Loopback(config.nodes), note)
     return _summary(config, text, [rows[spec] for spec in config.specs()])
 

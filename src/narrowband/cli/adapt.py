@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from narrowband.cli.exits import DONE, check_output
+from narrowband.units import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,7 +102,7 @@ class Adapt:
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
         if plan.reference_nbytes is not None and plan.nbytes:
             console.print(
-                f"among {self.ranks} ranks {plan.reference_nbytes / plan.nbytes:.2f} times fewer bytes than "
+                f"among {counted(self.ranks, 'rank')} {plan.reference_nbytes / plan.nbytes:.2f} times fewer bytes than "
                 f"{plan.reference} for all layers"
                 + (", at no more error" if plan.budget is not None and self.alpha <= 1 else ""),
                 highlight=False,

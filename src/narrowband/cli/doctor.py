@@ -14,6 +14,7 @@ import tyro
 
 from narrowband.cli.exits import DONE, FAILED, check_output
 from narrowband.errors import DISTRIBUTION, UnsupportedError, pip_install
+from narrowband.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,7 +221,7 @@ def _backends() -> Iterator[_Finding]:
     except (ImportError, UnsupportedError) as error:  # Numba is missing, needs another NumPy, or cannot compile
         yield _Finding("loops on CPU", False, f"{error} (NARROWBAND_KERNELS=reference does without, slowly)")
     else:
-        loops = f"{'Numba' if backend == 'cpu' else 'plain torch'}, {threads} thread{'s' if threads != 1 else ''}"
+        loops = f"{'Numba' if backend == 'cpu' else 'plain torch'}, {counted(threads, 'thread')}"
         yield _Finding("loops on CPU", True, f"{loops} (torch.set_num_threads or OMP_NUM_THREADS changes that)")
     found = gpu()
     if found is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowband.cli.exits import check_output
 from narrowband.errors import UnsupportedError
+from narrowband.units import counted
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -92,7 +93,7 @@ class Record:
         other = [words for name, words in _SAME.items() if before.get(name) != own[name]]
         if self._goes_on and not other:
             self.known = list(before[self._of])
-            rows = "1 row" if len(self.known) == 1 else f"{len(self.known)} rows"
+            rows = counted(len(self.known), "row")
             said = f"{path} has {rows}; finished ones are not measured again. Delete the file to measure all again"
             self._print(said, "dim")
         else:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrowband.transport.contract import RanksLostError
+from narrowband.units import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,7 +139,7 @@ class Recovery:
                 self._kept = self._kept or []
             elif transport.readmits:
                 transport.drop()
-            returns = f"it may return within {self._rejoin_steps} steps; or " if self._rejoin_steps else ""
+            returns = f"it may return within {counted(self._rejoin_steps, 'step')}; or " if self._rejoin_steps else ""
             log.warning(
                 "step %d: rank %d is lost (%s). The others compute all blocks of every mini-batch and go on, exactly. "
                 "A rank now sends 1 gradient of the model in a step, instead of %.3g, and no other loss is tolerated; "
@@ -161,7 +162,8 @@ class Recovery:
         self._kept = None
         self._transport.drop()
         (lost,) = self._transport.lost
-        log.warning("step %d: rank %d was away for %d steps and cannot return", step, lost, self._rejoin_steps)
+        away = counted(self._rejoin_steps, "step")
+        log.warning("step %d: rank %d was away for %s and cannot return", step, lost, away)
 
     def let_in(self, step: int) -> None:
         """Let the lost node back in, and give it the averages that it lacks. Called on all other nodes."""
@@ -172,8 +174,8 @@ class Recovery:
             missed = range(self._meet(step + 1).steps[lost], step + 1)
             if self._kept is not None:
                 log.warning(
-                    "step %d: rank %d is back. It is given the averages of the %d steps that it missed, and the others "
-                    "wait for it to apply them", step, lost, len(missed),
+                    "step %d: rank %d is back. It is given the averages of the %s that it missed, and the others "
+                    "wait for it to apply them", step, lost, counted(len(missed), "step"),
                 )  # fmt: skip
             kept = {kept.step: kept for kept in self._kept or ()}
             for each in missed:

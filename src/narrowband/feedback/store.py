@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from narrowband.codecs import Uniform
+from narrowband.units import counted
 
 __all__ = ["Keep", "SampleStore"]
 
@@ -306,7 +307,8 @@ class SampleStore:
         updates = state["updates"]
         if places and (file is None or file.updates != updates or max(places.values()) >= file.length):
             what = "is missing" if file is None else "has changed since the state was saved, or was truncated"
-            log.warning("%s %s: %d samples are dropped, and are sent in full once more", self._path, what, len(places))
+            dropped = counted(len(places), "sample is dropped, and is", "samples are dropped, and are")
+            log.warning("%s %s: %s sent in full once more", self._path, what, dropped)
             places = {}
         self._token, self._file = state["token"], file
         self._updates = updates if file is None else file.updates

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from narrowband.files import whole
+from narrowband.units import counted
 
 if TYPE_CHECKING:
     from narrowband.gradients import GradientCompression
@@ -153,7 +154,7 @@ def load(handle: GradientCompression, found: State | Sequence[State] | Torn, whe
     if not found:
         what, then = "no state of compression", "begins with empty residuals"
     else:
-        what = f"the compression states of {len(found)} ranks, and here are {dist.get_world_size()}"
+        what = f"the compression states of {counted(len(found), 'rank')}, and here are {dist.get_world_size()}"
         then = "shares their residuals out among the ranks there are"
     if strict:
         raise ValueError(

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from narrowband.lab.config import parse_delay, read_rate
-from narrowband.units import format_rate, format_seconds
+from narrowband.units import counted, format_rate, format_seconds
 
 __all__ = ["PAYLOAD_SHARE", "Cluster", "Host", "Link", "up_and_down"]
 
@@ -115,5 +115,5 @@ class Cluster:
 
     def __str__(self) -> str:
         if self.per_node == 1:
-            return f"{self.nodes} rank{'s' if self.nodes > 1 else ''}"
-        return f"{self.nodes} machine{'s' if self.nodes > 1 else ''} of {self.per_node} ranks"
+            return counted(self.nodes, "rank")
+        return f"{counted(self.nodes, 'machine')} of {self.per_node} ranks"

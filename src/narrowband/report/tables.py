@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from narrowband.report.narrow import FittingTable
-from narrowband.units import NOTHING, format_bytes, format_loss, format_or_dash, format_rate, format_seconds
+from narrowband.units import NOTHING, counted, format_bytes, format_loss, format_or_dash, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from narrowband.activations import SavedBytes
@@ -109,7 +109,7 @@ def ddp_table(rows: Sequence[dict[str, Any]]) -> Table:
     if "device" in first:
         place = f"{first['device']}, {first['backend']}"
     nodes, per_node = first["nodes"], first.get("per_node", 1)
-    who = f"{nodes} rank{'s' if nodes > 1 else ''}" if per_node == 1 else f"{nodes} machines of {per_node} ranks"
+    who = counted(nodes, "rank") if per_node == 1 else f"{counted(nodes, 'machine')} of {per_node} ranks"
     table = _table(f"{who}, {place}", "codec", "step", "× compute", "sent/step", "error", "on link")
     for row in rows:
         table.add_row(
@@ -149,7 +149,7 @@ def pipeline_table(rows: Sequence[dict[str, Any]]) -> Table:
 def peers_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench peers``."""
     table = _table(
-        f"{rows[0]['rounds']} rounds of peers, one of which is killed and replaced, and another frozen",
+        f"{counted(rows[0]['rounds'], 'round')} of peers, one of which is killed and replaced, and another frozen",
         *("run", "seconds", "steps", "steps/s", "longest\nround", "absent", "equal"),
     )
     for row in rows:
@@ -250,7 +250,7 @@ def foretold_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of ``bench plan`` for one link."""
     columns = ("codec", "predicted", "measured", "error", "compute", "error at\nthat speed")
     nodes, per_node = rows[0]["nodes"], rows[0]["per_node"]
-    who = f"{nodes} ranks" if per_node == 1 else f"{nodes} machines of {per_node} ranks"
+    who = counted(nodes, "rank") if per_node == 1 else f"{counted(nodes, 'machine')} of {per_node} ranks"
     table = _table(f"{who}, links of {rows[0]['rate']}", *columns)
     for row in rows:
         table.add_row(
@@ -507,7 +507,7 @@ def lab_table(report: LabReport) -> Table:
     """The kernel's counters of each rank's link."""
     ranks = len(report.ranks)
     table = _table(
-        f"{ranks} rank{'s' if ranks > 1 else ''}, {format_seconds(report.seconds)}",
+        f"{counted(ranks, 'rank')}, {format_seconds(report.seconds)}",
         "rank", "exit code", "sent", "received", "packets sent", "packets received",
     )  # fmt: skip
     for rank in report.ranks:

@@ -22,7 +22,7 @@ from narrowband.compiler import refuse_compiled_autograd, unseen
 from narrowband.errors import UnsupportedError
 from narrowband.sharding.exchange import NOTHING, GradientExchange, ParameterExchange
 from narrowband.stats import Stats, StepRecord
-from narrowband.units import format_bytes
+from narrowband.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,13 +137,13 @@ class ShardCompression:
         facts = [
             f"gradients {str(gradients or 'none')!r}",
             f"parameters {str(parameters or 'none')!r}",
-            f"{dist.get_world_size(self.process_group)} ranks",
+            counted(dist.get_world_size(self.process_group), "rank"),
             f"references of {format_bytes(self.reference_nbytes)}",
         ]
         if self.removed:
             facts.append("removed")
         if total.steps:
-            facts.append(f"{total.steps} steps of {format_bytes(total.sent_bytes / total.steps)}")
+            facts.append(f"{counted(total.steps, 'step')} of {format_bytes(total.sent_bytes / total.steps)}")
             facts.append(f"{total.ratio:.3g} times less than uncompressed")
         return f"{type(self).__name__}({', '.join(facts)})"
 

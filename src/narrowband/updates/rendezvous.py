@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 from narrowband.errors import DisagreementError
+from narrowband.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -297,8 +298,9 @@ class Meeting:
             if now > end:
                 self.leave()
                 raise RendezvousError(
-                    f"no round was held for {self._rules.patience_s:g} s: {len(here)} peers are here "
-                    f"(least={self._rules.least}), and possibly none of them has the parameters of the last round"
+                    f"no round was held for {self._rules.patience_s:g} s: "
+                    f"{counted(len(here), 'peer is', 'peers are')} here (least={self._rules.least}), and possibly none "
+                    "of them has the parameters of the last round"
                 )
 
     def _tell_who_is_missing(self, last: View, round_number: int | None, here: Iterable[Entry]) -> bool:
@@ -322,10 +324,9 @@ class Meeting:
         if count >= self._rules.least:
             return False
         log.warning(
-            "%d peer%s here, and a round needs %d (least=): this peer waits for others, %g s at most. They need the "
+            "%s here, and a round needs %d (least=): this peer waits for others, %g s at most. They need the "
             "same address of the store, and run=%r",
-            count,
-            " is" if count == 1 else "s are",
+            counted(count, "peer is", "peers are"),
             self._rules.least,
             self._rules.patience_s,
             self._rules.run,

@@ -38,6 +38,7 @@ from narrowband.collectives import all_reduce_nbytes
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import ErrorFeedback
 from narrowband.kernels.compiling import announced
+from narrowband.units import counted
 from narrowband.updates.averaged import Averaged, some
 from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, due_after, split
 from narrowband.updates.length import MeasuredLength
@@ -483,11 +484,12 @@ class UpdateCompression(Handle):
     def _warn_of_own_steps(self, *, say: bool) -> None:
         if say and self._steps and not self._removed:
             log.warning(
-                "remove: %d optimizer step%s since the last round stay%s this replica's own, so replicas differ; call "
-                "average() before remove() to include them",
-                self._steps,
-                "s" if self._steps > 1 else "",
-                "" if self._steps > 1 else "s",
+                "remove: %s this replica's own, so replicas differ; call average() before remove() to include them",
+                counted(
+                    self._steps,
+                    "optimizer step since the last round stays",
+                    "optimizer steps since the last round stay",
+                ),
             )
 
     def _let_go(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowband.averaging.flat import real
+from narrowband.units import counted
 from narrowband.updates.fragments import due_after
 from narrowband.updates.length import MeasuredLength
 
@@ -235,7 +236,7 @@ class SavedRounds:
         return {
             "steps since the last round": str(own["steps"]),
             "fragments that were stepped since theirs": ", ".join(there) or "none",
-            "fragment under way": "none" if sent is None else f"{sent['at']}, for {sent['steps']} steps",
+            "fragment under way": "none" if sent is None else f"{sent['at']}, for {counted(sent['steps'], 'step')}",
         }
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowband.averaging.optim import only_makes_state
+from narrowband.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ def _said(by_value: dict[str, list[str]]) -> str:
     if len(by_value) == 1:
         return next(iter(by_value))
     return "; ".join(
-        f"{value} for {len(names)} parameter{'s' if len(names) > 1 else ''} ({_fingerprint(names)})"
+        f"{value} for {counted(len(names), 'parameter')} ({_fingerprint(names)})"
         for value, names in sorted(by_value.items())
     )
 
