@@ -224,6 +224,34 @@ def test_the_model_can_be_copied_and_saved_inside(kind):
     assert is_clean(model)
 
 
+class HasItsContext(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 10))
+        self.saving = nb.compress_activations(self, min_numel=64)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_a_model_that_holds_its_context_can_be_copied_and_saved(caplog):
+    model, x = HasItsContext(), torch.randn(16, 32)
+    with model.saving:
+        expected = model(x)
+        inside = copy.deepcopy(model)
+    for other in (inside, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded(model)):
+        assert torch.equal(other(x), expected)
+        assert other.saving.model is other
+        assert other.saving.stats().total.steps == 0
+        with other.saving as saved:
+            other(x).sum().backward()
+        assert saved.ratio > 1
+        assert other.saving.stats().total.steps == 1
+        assert not hasattr(other.saving, "something")
+    assert model.saving.stats().total.steps == 1
+    assert "never used" not in caplog.text
+
+
 def test_estimates_belong_to_the_model_and_not_to_the_context():
     model, x = linears(16, 32, 8), torch.randn(20, 16)
     for _ in range(3):

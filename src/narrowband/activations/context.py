@@ -135,6 +135,17 @@ class ActivationCompression(contextlib.ContextDecorator):
         warm_up(model, policy)
         self._never_entered = weakref.finalize(self, log.warning, _NEVER_ENTERED)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and saved contexts are new ones, with the copy of the model, which has its own ranges."""
+        return {"model": self.model, "policy": self.policy}
+
+    def __getattr__(self, name: str) -> Any:
+        """Set up a copy when it is first used. Until then its model may be incomplete, since models may hold one."""
+        if name.startswith("__") or not vars(self).keys() >= {"model", "policy"}:
+            raise AttributeError(name)
+        ActivationCompression.__init__(self, self.model, self.policy)
+        return object.__getattribute__(self, name)
+
     @unseen
     def __enter__(self) -> Saved:
         self._never_entered.detach()
