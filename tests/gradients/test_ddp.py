@@ -168,6 +168,8 @@ FEATURES = {
     "mixed dtypes": (Mixed, {}, plain_steps),
     "complex": (Complex, {}, plain_steps),
     "sparse embedding": (Words, {}, plain_steps),
+    "static_graph, mixed dtypes": (Mixed, {"static_graph": True}, plain_steps),
+    "static_graph, sparse embedding": (Words, {"static_graph": True}, plain_steps),
     "join": (mlp, {"cap": TINY}, uneven_steps),
 }
 

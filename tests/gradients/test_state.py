@@ -428,6 +428,33 @@ def test_there_is_no_state_while_buckets_are_on_the_wire():
     assert afterwards is None
 
 
+def sends_all_later(rank, world_size):
+    """The largest element of all residuals: after three steps that send a part, and after one more that sends all."""
+    found = []
+    for resumed in (True, False):
+        model, handle = start("topk:density=0.1+ef" if resumed else "none+ef")
+        if not resumed:
+            handle.set_layers(dict.fromkeys(handle.layer_stats(), "topk:density=0.1"))
+        train(model, rank, range(3))
+        before = max(float(x.abs().max()) for x in residuals(handle).values())
+        if resumed:
+            state = copy.deepcopy(handle.state_dict())
+            handle.remove()
+            handle = compress(model, "none+ef", min_numel=64)
+            handle.load_state_dict(state)
+        else:
+            handle.set_layers(dict.fromkeys(handle.layer_stats(), "none"))
+        train(model, rank, [3])
+        found.append((before, max(float(x.abs().max()) for x in residuals(handle).values())))
+    return found
+
+
+def test_residuals_arrive_when_none_with_feedback_takes_over():
+    """In a resumed run, and where layers had other specs for a while."""
+    for found in run_ranks(sends_all_later, 2):
+        assert all(before > 1e-3 and after == 0.0 for before, after in found), found
+
+
 def through_a_file(rank, world_size):
     model, handle = start("topk:density=0.05+ef")
     train(model, rank, range(1))

@@ -125,8 +125,12 @@ class Layers:
 
     @property
     def exact(self) -> bool:
-        """Whether no codec is lossy, so that feedback has nothing to do."""
-        return self.default.codec.exact and not self._overrides and (self.small is None or self.small.codec.exact)
+        """Whether no codec is lossy and no residual can wait, so that feedback has nothing to do.
+
+        Behind ``none+ef`` a residual can wait: a state that is loaded may hold one, and former specs may have left one.
+        """
+        lossless = self.default.codec.exact and (self.small is None or self.small.codec.exact)
+        return lossless and not self._overrides and (self.state is None or self.incremental)
 
     @property
     def stateful(self) -> bool:

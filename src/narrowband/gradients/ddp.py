@@ -74,6 +74,9 @@ class DDPCompression(GradientCompression):
             later=at_the_end_of_backward,
         )
         self._all_used = not model.find_unused_parameters
+        self._static = model.static_graph
+        self._trained = sum(p.requires_grad for _, p in averaged_by(model))
+        self._lacking = self._trained  # parameters whose gradients are still to come in this step
         # Whether the backward pass of the latest step returned. If buckets are missing all the same, parameters were
         # not used, of which DistributedDataParallel tells.
         self._returned = True
@@ -134,13 +137,24 @@ class DDPCompression(GradientCompression):
             self._begin()
         parameters = [self.layers.parameters.by_tensor[p] for p in bucket.parameters()]
         self._coming.append([parameter.name for parameter in parameters if parameter.compressed])
-        if bucket.is_last():
+        last = self._is_last(bucket)
+        if last:
             self._buckets, self._coming = [names for names in self._coming if names], []
-        return self.feed(bucket.buffer(), [parameter.name for parameter in parameters], last=bucket.is_last())
+        return self.feed(bucket.buffer(), [parameter.name for parameter in parameters], last=last)
+
+    def _is_last(self, bucket: GradBucket) -> bool:
+        """Return whether a bucket is the last of this step. Call it once per bucket.
+
+        In the first step of a static graph DDP says so of none if there are several, as with parameters of two dtypes
+        or sparse gradients. All parameters are in buckets there.
+        """
+        self._lacking -= len(bucket.parameters())
+        return bucket.is_last() or (self._static and not self._lacking)
 
     def _begin(self) -> None:
         """Begin a step: its first bucket has arrived."""
         self._check_join()
+        self._lacking = self._trained
         self._returned = False
         at_the_end_of_backward(self._note_return)
         if self._steps is not None and is_in_backward():  # a rank that has run out of data has no backward

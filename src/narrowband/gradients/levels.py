@@ -261,10 +261,11 @@ class TwoLevelCompression(DDPCompression):
         return super()._checked_layers({name: spec for name, spec in specs.items() if name not in self._small})
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()
+        buffer, parameters = bucket.buffer(), bucket.parameters()
         if not self._coming:
             self._begin()
             self._raises_later = at_the_end_of_backward(self._raise)
+        last = self._is_last(bucket)
         names = [self._shard_names[p] for p in parameters if p in self._shard_names]
         by_name = self.layers.parameters.by_name
         self._coming.append([name for name in names if by_name[name].compressed])
