@@ -202,6 +202,18 @@ def test_what_is_kept_exactly_since_an_extreme_tensor_came_before_is_counted_and
     assert "nothing was compressed: 2 tensors hold inf, NaN or outliers" in caplog.text
 
 
+@pytest.mark.parametrize("passed_on", [False, True])
+def test_a_call_with_inputs_of_its_own_says_nothing_of_the_next(passed_on):
+    """As those of several batches in one context, where the second is not computed from the first."""
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Tanh()), torch.randn(256, 32)
+    with nb.compress_activations(model, min_numel=SMALL) as saved:
+        y = model(torch.where(torch.arange(256).view(-1, 1) == 3, 1e25 * x, x))
+        before = saved.outliers
+        model(y if passed_on else x)
+    assert before > 0
+    assert (saved.outliers > before) == passed_on
+
+
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 

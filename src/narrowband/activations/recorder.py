@@ -96,7 +96,7 @@ class Recorder:
         self._at_work: list[tuple[int, str]] = []  # id and name of the running modules; the innermost is last
         self._counts: dict[Place, int] = {}
         self._tallies: dict[Place, tuple[SavedBytes, SavedBytes]] = {}
-        #: Whether a tensor had extreme outliers, which would make errors in all tensors saved after it unbounded.
+        #: Whether a tensor had extreme outliers, which would make errors in all tensors computed from it unbounded.
         self._extreme = False
 
     # ---- where we are ------------------------------------------------------------------------------------------------
@@ -144,9 +144,16 @@ class Recorder:
 
     @unseen
     def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the model's inputs: the caller decides how long they live, so they are not counted."""
-        if self._thread == threading.get_ident():
-            self.storages.live(torch.utils._pytree.tree_leaves((args, kwargs)))
+        """Note the model's inputs: the caller decides how long they live, so they are not counted.
+
+        If none of them has a gradient, nothing in this call is computed from what former calls have saved.
+        """
+        if self._thread != threading.get_ident():
+            return
+        inputs = torch.utils._pytree.tree_leaves((args, kwargs))
+        self.storages.live(inputs)
+        if len(self._at_work) <= 1 and not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            self._extreme = False
 
     @contextlib.contextmanager
     def inside(self, module: nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Iterator[None]:

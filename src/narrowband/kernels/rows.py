@@ -235,6 +235,8 @@ class Standard(NamedTuple):
 class Affine(NamedTuple):
     """An affine map that is applied to decoded values: value · factor + term, each rounded to float32.
 
+    The tensor has whole rows. Behind it there may be padding, which is of no use and may have any value.
+
     Attributes:
         factor: float32, contiguous; None: 1.
         term: float32, contiguous; None: 0.

@@ -191,7 +191,10 @@ def affine_rows(
     wide = out if out.dtype == torch.float32 else torch.empty(rows.numel, dtype=torch.float32, device=out.device)
     dequantize(codes, wide, rows, ranges, bits=bits)
     if affine is not None:
-        value_NL, form = wide.view(-1, affine.length), (-1, 1) if affine.by_row else (-1,)
+        given = affine.factor if affine.factor is not None else affine.term
+        whole = given.numel() if affine.by_row and given is not None else wide.numel() // affine.length
+        value_NL = wide.view(-1)[: whole * affine.length].view(-1, affine.length)  # padding may follow
+        form = (-1, 1) if affine.by_row else (-1,)
         if affine.factor is not None:
             value_NL.mul_(affine.factor.view(form))
         if affine.term is not None:
