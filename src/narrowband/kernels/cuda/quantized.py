@@ -240,6 +240,15 @@ def _read_whole_plane(words, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.c
 
 
 @kernel
+def _decoded(code, step, low, offset, HAS_LOW: tl.constexpr):
+    """Return what codes stand for. Scales with a smallest level have no ``offset``."""
+    value = code.to(tl.float32)
+    if not HAS_LOW:
+        value = value - offset
+    return value * step + low
+
+
+@kernel
 def _write_codes(
     v, low, step, words, part, shift, top, folded,
     BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -294,7 +303,7 @@ def _dequantize_whole(
     for plane in tl.static_range(4):
         if BITS & (8 >> plane):
             code |= _read_whole_plane(source, BITS, 8 >> plane, ROWS, WIDTH)
-    value = ((code.to(tl.float32) - offset) * step[:, None] + low[:, None]) * weight
+    value = _decoded(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
     place = out + part * (ROWS * WIDTH) + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if ACCUMULATE:
         value = tl.load(place) + value
@@ -345,7 +354,7 @@ def _quantize_segments(
         v, low, step, words, part, shift, top, folded, BITS, SCALE, STOCHASTIC, ROWS, WIDTH
     )  # fmt: skip
     if FEEDBACK:
-        decoded = (code.to(tl.float32) - offset) * step[None, :, None] + low[None, :, None]
+        decoded = _decoded(code, step[None, :, None], low[None, :, None], offset, SCALE == _MINMAX)
         tl.debug_barrier()  # a thread may store what another has loaded
         tl.store(x + i, old)
         tl.store(residual + i, v - decoded)
@@ -366,9 +375,9 @@ def _mean_segments(
     row = tl.arange(0, ROWS)
     if ALIGNED:
         out = tl.multiple_of(out, 16)
-    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    total = tl.full((ROWS, WIDTH), -0.0, tl.float32)  # which changes no number that is added to it, +0 neither
     there = part * 0
-    for rank in range(ranks):
+    for _rank in range(ranks):
         step = tl.load(steps + there + row)
         low = tl.zeros_like(step)
         if HAS_LOW:
@@ -378,8 +387,8 @@ def _mean_segments(
         for plane in tl.static_range(4):
             if BITS & (8 >> plane):
                 code |= _read_whole_plane(source, BITS, 8 >> plane, ROWS, WIDTH)
-        value = ((code.to(tl.float32) - offset) * step[:, None] + low[:, None]) * weight
-        total = tl.where(rank == 0, value, total + value)
+        value = _decoded(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
+        total += value
         there += apart
     tl.store(out + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], total)
 
@@ -414,7 +423,7 @@ def _dequantize(
             part, stride = _read_plane(codes, at, j, m, inside, BITS, 8 >> plane)
             code |= part
             at += stride
-    value = ((code.to(tl.float32) - offset) * step[:, None] + low[:, None]) * weight
+    value = _decoded(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
     element = begin[:, None] + j[None, :]
     if ACCUMULATE:
         value = tl.load(out + element, mask=inside, other=0.0) + value
