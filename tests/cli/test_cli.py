@@ -342,15 +342,35 @@ def test_doctor_says_which_allocator_hands_out_memory(mapped, libc, said, monkey
     assert [detail.startswith(said) for detail in details] == ([True] if said else [])
 
 
-def test_doctor_says_that_numba_does_not_work(tmp_path):
-    (tmp_path / "numba").mkdir()
-    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.3 or less')")
+def doctor_beside(package, says, tmp_path):
+    """The doctor, where a package fails as it is imported."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"raise {says}")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "narrowband.cli", "doctor"]
     env = os.environ | {"PYTHONPATH": path, "COLUMNS": "200"}
-    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
+    return subprocess.run(command, check=False, env=env, capture_output=True, text=True)
+
+
+def test_doctor_says_that_numba_does_not_work(tmp_path):
+    done = doctor_beside("numba", "ImportError('Numba needs NumPy 2.3 or less')", tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"no +loops on CPU +Numba needs NumPy 2.3 or less", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "ImportError('libcudnn.so.9: cannot open shared object file')",  # a build for CUDA without CUDA's libraries
+        "ModuleNotFoundError(\"No module named 'torch'\", name='torch')",  # what Python says where there is none
+    ],
+)
+def test_doctor_says_that_pytorch_cannot_be_imported(says, tmp_path):
+    done = doctor_beside("torch", says, tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert f"torch cannot be imported: {says.partition('(')[0]}: " in done.stderr
+    assert "pip check says what is missing" in done.stderr
+    assert "report it" not in done.stderr
 
 
 def test_doctor_finds_the_project_that_has_our_name_on_pypi(narrow, tmp_path, monkeypatch):

@@ -289,14 +289,17 @@ def test_reproductions_end_in_the_same_way(given, capsys, monkeypatch, module, w
 # ---- the convention --------------------------------------------------------------------------------------------------
 
 
-def ended(error, **options):
+def finished(work, **options):
     errors = Console(record=True, width=200, file=io.StringIO())
+    code = finish(work, errors, **options)
+    return code, errors.export_text()
 
+
+def ended(error, **options):
     def work():
         raise error
 
-    code = finish(work, errors, **options)
-    return code, errors.export_text()
+    return finished(work, **options)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +359,13 @@ def test_a_handler_of_sigterm_that_was_there_stays():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [1]
+
+
+@pytest.mark.parametrize("line", ["from torch import lacking", "import torch.lacking"])
+def test_what_our_own_files_do_not_find_in_pytorch_is_an_error_of_ours(line):
+    code, text = finished(lambda: exec(line, {"__name__": "narrowband.ours"}))
+    assert code == 1
+    assert "this is an error in narrowband, please report it" in text
 
 
 def test_debug_raises_what_would_be_a_sentence(monkeypatch):

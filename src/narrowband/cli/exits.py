@@ -146,7 +146,26 @@ def _explained(error: Exception) -> tuple[int, str, bool]:
         return FAILED, f"not enough memory: {_first_line(error)}. A smaller batch or model needs less", False
     if isinstance(error, (ValueError, UnsupportedError)):
         return WRONG, str(error), True
+    package = _unusable(error)
+    if package is not None:
+        sentence = f"{package} cannot be imported: {_first_line(error)}. pip check says what is missing or does not fit"
+        return WRONG, sentence, False
     return FAILED, f"this is an error in narrowband, please report it: {_first_line(error)} ({_where(error)})", False
+
+
+def _unusable(error: Exception) -> str | None:
+    """Return the package of others that is not installed or fails as it is imported; None if the error is another one.
+
+    It is another one if our own file asks a package that is there for something that it lacks.
+    """
+    if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
+        package = error.name
+    elif isinstance(error, ImportError):
+        *_, frame = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+    else:
+        return None
+    return None if package in ("narrowband", "reproduce", "__main__", "importlib") else package
 
 
 def _about_path(error: OSError) -> str:
