@@ -201,6 +201,12 @@ class ModuleCompression(GradientCompression):
         if self._removed or not self._syncing:
             return
         if self._backward is None:  # no hook on the model's outputs has called begin()
+            if not is_in_backward():
+                raise UnsupportedError(
+                    "FSDP2 has reduced gradients outside of backward, as after set_manual_backward_finalization(True), "
+                    "and compress_gradients averages them at the end of backward: leave that call out. PyTorch's "
+                    "PipelineStage makes it: use CompressedStage there"
+                )
             if _in_backward_of_another():
                 raise UnsupportedError(
                     "activation checkpointing with use_reentrant=True runs backward inside of backward, and the end of "

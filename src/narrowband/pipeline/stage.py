@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from narrowband.averaging.who import averaging_of, bare, ddp_of, units_of
@@ -224,12 +225,30 @@ class CompressedStage(PipelineStage):
         if not self.has_backward:
             return
         handle = averaging_of(self.submod)
-        if handle is None:
+        if handle is None or self._reduces_in_two_calls:
             super().perform_reduce_grad(grad_scale_factor)
             return
         self._check_units("compress_gradients")
         with handle.no_sync():  # in here FSDP2 reduces among the ranks of one replica
             super().perform_reduce_grad(1)
+        self._average(handle, grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """Let FSDP2 begin to reduce gradients among the ranks of one replica (newer versions of PyTorch call this)."""
+        handle, stage = averaging_of(self.submod), cast("Any", super())
+        with contextlib.nullcontext() if handle is None else handle.no_sync():
+            stage.start_gradient_reduction()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Wait for FSDP2, average gradients among the replicas, and scale them."""
+        handle, stage = averaging_of(self.submod), cast("Any", super())
+        if handle is None:
+            stage.wait_for_gradient_reduction(grad_scale_factor)
+            return
+        stage.wait_for_gradient_reduction(1)
+        self._average(handle, grad_scale_factor)
+
+    def _average(self, handle: Any, grad_scale_factor: int) -> None:
         handle.average()
         if grad_scale_factor != 1:
             self.scale_grads(grad_scale_factor)
@@ -423,6 +442,14 @@ class CompressedStage(PipelineStage):
     def _predates_metadata(self) -> bool:
         """Whether PyTorch's stage keeps tensor metadata as PyTorch 2.11 does; later versions do it differently."""
         return not hasattr(self, "_stage_meta")
+
+    @property
+    def _reduces_in_two_calls(self) -> bool:
+        """Whether PyTorch's stage lets FSDP2 reduce gradients in :meth:`start_gradient_reduction`, and waits for it in
+        :meth:`wait_for_gradient_reduction`, as PyTorch 2.15 does. Schedules of several stages call these two instead of
+        :meth:`perform_reduce_grad`, which calls both.
+        """
+        return hasattr(PipelineStage, "start_gradient_reduction") and isinstance(self.submod, FSDPModule)
 
     def _metas_of_outputs(self) -> Sequence[Any]:
         """Return shape and dtype of each output."""
