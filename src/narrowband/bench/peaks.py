@@ -104,7 +104,11 @@ def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu")
         mark()
         return peaks
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs each start and stop to the terminal
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    profile = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,  # there is one cycle; without this PyTorch 2.11 warns that the next one clears the events
+    )
     marks: list[int] = []
     Arena.pools = False
     try:
