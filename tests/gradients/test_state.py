@@ -310,10 +310,9 @@ def test_what_is_no_state_on_one_rank_is_an_error_on_all():
         assert step == 1
 
 
-def one_rank_of_two_refuses_a_torn_list(rank, world_size, states):
-    """Rank 0 alone: so nothing may be asked of rank 1."""
+def one_rank_of_two_has_a_torn_list(rank, world_size, torn, good):
     model, handle = start("topk:density=0.05+ef")
-    error = refusal(lambda: handle.load_state_dict(states)) if rank == 0 else None
+    error = refusal(lambda: handle.load_state_dict(torn if rank == 0 else good))
     train(model, rank, range(1))
     return error, handle.step
 
@@ -327,11 +326,13 @@ def moments(rank, world_size):
     return found
 
 
-def test_a_list_of_states_of_different_steps_is_refused_without_communication():
-    (first, _, _), (_, _, third) = run_ranks(moments, 2)
-    (error, step), (_, other) = run_ranks(one_rank_of_two_refuses_a_torn_list, 2, [first, third])
+def test_a_list_of_states_of_different_steps_is_refused_on_all_ranks_even_if_one_has_it():
+    (first, _, _), (own, _, third) = run_ranks(moments, 2)
+    (error, step), (told, other) = run_ranks(one_rank_of_two_has_a_torn_list, 2, [first, third], [first, own])
     assert error[0] == "ValueError"
     assert "step (1 on rank(s) 0; 3 on rank(s) 1)" in error[1]
+    assert told[0] == "DisagreementError"
+    assert "step (1 on rank(s) 0; 3 on rank(s) 1)" in told[1]
     assert (step, other) == (1, 1)
 
 

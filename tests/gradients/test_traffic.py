@@ -106,7 +106,7 @@ def test_a_plan_for_another_number_of_ranks_is_followed_with_a_warning():
     for made_for, warned in ((2, False), (16, True)):
         plan = nb.Constant(REFERENCE).decide(gradients, step=0, traffic=Traffic(made_for))
         messages, others = run_ranks(followed, 2, plan)
-        assert any("made for 16 ranks, but this run has 2 ranks" in message for message in messages) == warned
+        assert any("made for 16 ranks, but this run has 2," in message for message in messages) == warned
         assert not others
 
 

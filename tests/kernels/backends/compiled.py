@@ -65,6 +65,11 @@ def main(capability: int, *, every: bool) -> None:
             [x, x], [out[:3000], out[4000:7000]], bits=4, group=128, scale="minmax", stochastic=True, seeds=[1, 2],
             residuals=[x.clone(), x.clone()],
         )  # fmt: skip
+    long = torch.randn(8192)
+    cuda.quantize_groups(long, out, bits=8, group=8192, scale="minmax", stochastic=True)
+    with Findings(x.device).noting(Findings.OWN):
+        form: dict[str, Any] = {"bits": 5, "group": 8192, "scale": "minmax", "stochastic": True, "seeds": [1]}
+        cuda.quantize_all([long], [out], residuals=[long.clone()], **form)
     cuda.quantize_all([x], [out], bits=3, group=128, scale="l2", stochastic=False, seeds=[1])
     cuda.dequantize_means(out[:6000].view(2, 3000), [slice(0, 3000)], [x], bits=4, group=128, scale="minmax")
     cuda.restore_all_if(torch.zeros(1, dtype=torch.int32), [x], [x])

@@ -47,9 +47,9 @@ __all__ = ["dequantize_groups", "dequantize_means", "group_minmax", "quantize_al
 #: Longer groups do not fit into a program's registers; planes of shorter groups do not fill a word.
 _LONGEST, _SHORTEST = 8192, 32
 
-#: Pieces of a row in loops of whole groups: as many as the narrowest plane has parts. With two warps, a thread has all
-#: pieces of the same columns.
-_PIECES, _WARPS = tl.constexpr(8), 2
+#: Pieces of a row in loops of whole groups: as many as the narrowest plane has parts. With so many elements per warp, a
+#: thread has all pieces of the same columns.
+_PIECES, _PER_WARP = tl.constexpr(8), 1024
 
 _MINMAX, _ABSMAX, _L2, _MEAN = (tl.constexpr(at) for at in range(4))
 _SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
@@ -449,6 +449,7 @@ class _Form:
         shift: is added before rounding down.
         top: the largest code.
         offset: the code of zero, in the symmetric scales.
+        warps: of a program that quantizes whole groups.
     """
 
     def __init__(self, bits: int, group: int, scale: Scale, *, stochastic: bool = False) -> None:
@@ -463,6 +464,7 @@ class _Form:
         self.offset = {"minmax": 0.0, "mean": 0.5}.get(scale, float(centre))
         width = max(8, int(triton.next_power_of_2(group)))
         self.tile: dict[str, int] = {"ROWS": max(1, BLOCK // width), "WIDTH": width}
+        self.warps = max(BLOCK, width) // _PER_WARP
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -528,7 +530,7 @@ def quantize_groups(
     if programs:
         words = codes[: done * group * bits // 8].view(torch.int32)
         numbers = form.levels, form.shift, form.top, fold_seed(seed)
-        run(_quantize_whole, programs, x, floats, steps, words, *numbers, on=x, **form.constants, num_warps=_WARPS)
+        run(_quantize_whole, programs, x, floats, steps, words, *numbers, on=x, **form.constants, num_warps=form.warps)
     form.quantize_rest(x, floats, steps, codes, seed, done)
     if floats.data_ptr() != out.data_ptr():
         out[: floats.nbytes] = floats.view(torch.uint8)
@@ -595,7 +597,12 @@ def quantize_all(
     numbers = form.levels, form.shift, form.top, form.offset, float(decay)
     several = {"FEEDBACK": bool(residuals), "NOTES": place is not None, "ALIGNED": _aligned((*xs, *residuals))}
     segments.run(
-        _quantize_segments, xs[0] if place is None else place, *numbers, **form.constants, **several, num_warps=_WARPS
+        _quantize_segments,
+        xs[0] if place is None else place,
+        *numbers,
+        **form.constants,
+        **several,
+        num_warps=form.warps,
     )
     for x, residual, floats, steps, codes, seed, done in rests:
         if residuals:
