@@ -228,15 +228,26 @@ def _write_whole_plane(
 
 @kernel
 def _read_whole_plane(words, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the bits of codes that a plane of whole rows holds, shifted into their place."""
+    """Return the bits of codes that a plane of whole rows holds, shifted into their place; rows are in pieces."""
     down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
     parts: tl.constexpr = 8 // PLANE
-    stride: tl.constexpr = WIDTH // parts
-    word = tl.load(words[:, None] + WIDTH * down // 32 + tl.arange(0, stride // 4)[None, :])
-    shift = tl.arange(0, 4) * 8
-    byte = tl.reshape((word[:, :, None] >> shift[None, None, :]) & 255, (ROWS, stride))
-    shift = tl.arange(0, parts) * PLANE
-    return tl.reshape((byte[:, None, :] >> shift[None, :, None]) & ((1 << PLANE) - 1), (ROWS, WIDTH)) << down
+    each: tl.constexpr = _PIECES // parts  # pieces of a part
+    quarter: tl.constexpr = WIDTH // _PIECES // 4
+    place = tl.arange(0, each)[:, None, None] * quarter + tl.arange(0, quarter)[None, None, :]
+    word = tl.load(words[None, :, None] + WIDTH * down // 32 + place)
+    shift = tl.arange(0, parts)[:, None, None, None, None] * PLANE + tl.arange(0, 4)[None, None, None, None, :] * 8
+    code = (word[None, :, :, :, None] >> shift) & ((1 << PLANE) - 1)
+    return tl.reshape(code, (_PIECES, ROWS, WIDTH // _PIECES)) << down
+
+
+@kernel
+def _read_codes(words, BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the codes of whole rows in pieces; ``words`` has the addresses where the words of rows begin."""
+    code = tl.zeros((_PIECES, ROWS, WIDTH // _PIECES), tl.int32)
+    for plane in tl.static_range(4):
+        if BITS & (8 >> plane):
+            code |= _read_whole_plane(words, BITS, 8 >> plane, ROWS, WIDTH)
+    return code
 
 
 @kernel
@@ -299,12 +310,9 @@ def _dequantize_whole(
     if HAS_LOW:
         low = tl.load(lows + part * ROWS + row)
     source = words + part * (ROWS * WIDTH * BITS // 32) + row * (WIDTH * BITS // 32)
-    code = tl.zeros((ROWS, WIDTH), tl.int32)
-    for plane in tl.static_range(4):
-        if BITS & (8 >> plane):
-            code |= _read_whole_plane(source, BITS, 8 >> plane, ROWS, WIDTH)
-    value = _decoded(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
-    place = out + part * (ROWS * WIDTH) + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    code = _read_codes(source, BITS, ROWS, WIDTH)
+    value = _decoded(code, step[None, :, None], low[None, :, None], offset, HAS_LOW) * weight
+    place = out + part * (ROWS * WIDTH) + _whole(0, ROWS, WIDTH)
     if ACCUMULATE:
         value = tl.load(place) + value
     tl.store(place, value)
@@ -375,7 +383,8 @@ def _mean_segments(
     row = tl.arange(0, ROWS)
     if ALIGNED:
         out = tl.multiple_of(out, 16)
-    total = tl.full((ROWS, WIDTH), -0.0, tl.float32)  # which changes no number that is added to it, +0 neither
+    nothing = -0.0  # changes no number that is added to it, not even +0
+    total = tl.full((_PIECES, ROWS, WIDTH // _PIECES), nothing, tl.float32)
     there = part * 0
     for _rank in range(ranks):
         step = tl.load(steps + there + row)
@@ -383,14 +392,10 @@ def _mean_segments(
         if HAS_LOW:
             low = tl.load(lows + there + row)
         source = words + there + row * (WIDTH * BITS // 32)
-        code = tl.zeros((ROWS, WIDTH), tl.int32)
-        for plane in tl.static_range(4):
-            if BITS & (8 >> plane):
-                code |= _read_whole_plane(source, BITS, 8 >> plane, ROWS, WIDTH)
-        value = _decoded(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
-        total += value
+        code = _read_codes(source, BITS, ROWS, WIDTH)
+        total += _decoded(code, step[None, :, None], low[None, :, None], offset, HAS_LOW) * weight
         there += apart
-    tl.store(out + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], total)
+    tl.store(out + _whole(0, ROWS, WIDTH), total)
 
 
 @kernel
@@ -449,7 +454,7 @@ class _Form:
         shift: is added before rounding down.
         top: the largest code.
         offset: the code of zero, in the symmetric scales.
-        warps: of a program that quantizes whole groups.
+        warps: of a program that has whole groups only.
     """
 
     def __init__(self, bits: int, group: int, scale: Scale, *, stochastic: bool = False) -> None:
@@ -550,8 +555,9 @@ def dequantize_groups(
     done = programs * form.tile["ROWS"]
     if programs:
         words = codes[: done * group * bits // 8].view(torch.int32)
-        constants = {"BITS": bits, "HAS_LOW": scale == "minmax", "ACCUMULATE": accumulate, **form.tile}
-        run(_dequantize_whole, programs, floats, steps, words, out, form.offset, float(weight), on=out, **constants)
+        constants = {"BITS": bits, "HAS_LOW": scale == "minmax", "ACCUMULATE": accumulate, "num_warps": form.warps}
+        arrays = floats, steps, words, out
+        run(_dequantize_whole, programs, *arrays, form.offset, float(weight), on=out, **constants, **form.tile)
     form.dequantize_rest(floats, steps, codes, out, done, weight, accumulate=accumulate)
 
 
@@ -634,4 +640,4 @@ def dequantize_means(
                 parts = form.parts(payloads[rank, place], out.numel())
                 form.dequantize_rest(*parts, out, done, weight, accumulate=rank > 0)
     constants = {"BITS": bits, "HAS_LOW": scale == "minmax", "ALIGNED": _aligned(outs), **form.tile}
-    segments.run(_mean_segments, ranks, apart // 4, form.offset, weight, **constants)
+    segments.run(_mean_segments, ranks, apart // 4, form.offset, weight, **constants, num_warps=form.warps)
