@@ -1,7 +1,7 @@
 """Counts the instructions of loops for NVIDIA GPUs, without a GPU.
 
 A GPU is held up by its memory or by its instructions. An H100 issues 132 multiprocessors · 128 threads · 1.755 GHz = 30
-billion instructions of threads per millisecond, while its memory moves 3.35 GB: 8.8 for each byte. An H200 with its
+billion instructions of threads per millisecond, while its memory moves 3.35 GB: 8.9 for each byte. An H200 with its
 4.8 GB has 6.2. A loop with more instructions for each byte that it has to move is held up by instructions.
 
 Loops are compiled for the tensors of `narrowband bench kernels` (8 million elements), for several tensors with error
