@@ -54,6 +54,21 @@ def test_connections_leave_nothing_behind(alone):
     assert not dist.is_initialized()
 
 
+def test_peers_find_each_other_after_one_of_them_has_failed_to_connect(alone):
+    """PyTorch counts groups, also those that were never connected, and names by that where peers look for others."""
+    connections, opened = alone
+    name = opened().group_name
+    connections.close()
+    view = View(turn=1, round=0, entries=(Entry("a", -1, 0.0), Entry("dead", -1, 0.0)), rank=0, fresh=True,
+                beginning=True)  # fmt: skip
+    hasty = Connections(Rendezvous("127.0.0.1:1", exchange_s=0.2))
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            hasty.open(view, dist.HashStore())
+        hasty.close()
+    assert opened().group_name == name
+
+
 def test_an_exchange_that_nearly_takes_too_long_is_told_once(alone, caplog):
     connections, _ = alone
     with caplog.at_level(logging.WARNING):

@@ -54,6 +54,9 @@ class Connections:
             store: the view's store, where the peers find each other.
         """
         self._longest_s = None
+        # Peers look for each other under a name that PyTorch makes of how many groups the process has begun to create.
+        # A peer that could not connect, as when another one died meanwhile, has counted one that others have not.
+        dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - there is no other way
         hook = sys.excepthook
         dist.init_process_group(
             "gloo",
