@@ -232,7 +232,7 @@ def a_mean_that_is_not_finite(rank, world_size):
     handle = nb.compress_updates(model, optimizer, "fp16")
     before = flat(model)
     with heard() as said:
-        model.weight.grad = torch.full_like(model.weight, 1e5)
+        model.weight.grad = torch.full_like(model.weight, 1e5 + rank)
         optimizer.step()
         stayed = torch.equal(flat(model), before)
         model.weight.grad = torch.full_like(model.weight, 1.0)

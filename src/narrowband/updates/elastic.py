@@ -71,6 +71,8 @@ class ElasticUpdateCompression(UpdateCompression):
         peers: names of the peers that took part in the last round.
     """
 
+    _compares_updates = False  # a peer that comes later knows not whether the others have
+
     def __init__(
         self,
         model: nn.Module,

@@ -42,6 +42,7 @@ from narrowband.units import counted
 from narrowband.updates.averaged import Averaged, some
 from narrowband.updates.fragments import Fragment, OuterStep, compile_loops, due_after, split
 from narrowband.updates.length import MeasuredLength
+from narrowband.updates.repeated import Repeated
 from narrowband.updates.settings import Rounds, check_in_place
 from narrowband.updates.state import SavedRounds, UnderWay
 from narrowband.updates.stepping import Strangers, facts_of, in_training, watch
@@ -71,6 +72,9 @@ class UpdateCompression(Handle):
         outer: the outer optimizer, which applies the mean of the updates; attach learning rate schedules to it. None
             where ``outer=`` was a number or ``"auto"``.
     """
+
+    #: Whether the first round compares the updates of all replicas. All must be in it then.
+    _compares_updates = True
 
     _advice = (
         "All replicas have to take the same number of steps, and parameters may only be changed by these, or in the "
@@ -128,6 +132,7 @@ class UpdateCompression(Handle):
         for fragment in self._fragments:
             fragment.keep(tensors, parameters=False)
         self._strangers = Strangers(model, optimizers)
+        self._repeated = Repeated(self.device, looks=self._compares_updates)
         self._hooks = [each.register_step_pre_hook(in_training(self._before_step)) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(in_training(self._after_step)))
         self._stepped = False
@@ -351,10 +356,23 @@ class UpdateCompression(Handle):
             share: the factor by which this replica's update was scaled; 0 where it contributes none.
         """
         samples = [self._sample(fragment, share) for fragment in fragments]
+        self._note_updates(fragments)
         for future in self._send(fragments, waiting=True):
             future.wait()
         for fragment, sample in zip(fragments, samples, strict=True):
             self._measure(fragment, sample)
+        self._compare_updates()
+
+    def _note_updates(self, fragments: Sequence[Fragment]) -> None:
+        """Note what this replica brings of parameters: buffers may differ though all gradients are equal."""
+        tensors = self._averaged.tensors()
+        groups = [group for fragment in fragments for group in fragment.groups]
+        parts = (part for group in groups for part in group.parts(group.update, tensors))
+        self._repeated.note(update for name, _, update in parts if name not in self._averaged.buffers)
+
+    def _compare_updates(self) -> None:
+        """Warn if all replicas brought the same. Every rank calls this when no other message is in flight."""
+        self._repeated.compare(self.process_group, size=self.size, say=self._peers.rank == 0)
 
     def _send(self, fragments: Sequence[Fragment], *, waiting: bool) -> list[torch.futures.Future[Tensor]]:
         self._in_round = fragments, waiting
@@ -416,6 +434,7 @@ class UpdateCompression(Handle):
         fragment = self._fragments[at]
         brings = self._are_brought([fragment], tensors, finite=[fragment.take_a_copy(tensors)])
         sample = self._sample(fragment, float(brings))
+        self._note_updates([fragment])
         self._under_way = UnderWay(at, self._send([fragment], waiting=False), sample)
 
     def _wait(self) -> None:
@@ -437,6 +456,7 @@ class UpdateCompression(Handle):
         assert under_way is not None
         fragment = self._fragments[under_way.at]
         self._measure(fragment, under_way.sample)
+        self._compare_updates()
         good = self._are_finite([fragment])
         fragment.mix(self._averaged.tensors(), self._outer_step, along=good, alpha=self._rounds.alpha)
 
