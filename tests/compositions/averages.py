@@ -45,13 +45,18 @@ def conserves(c):
     return "+ef" in spec and "+ef21" not in spec
 
 
+def shard_of(x):
+    """What this rank has of a tensor, in float64 and not in the graph."""
+    return (x.to_local() if hasattr(x, "to_local") else x).detach().double()
+
+
 class Averages(Training):
     """What gradients and updates share: they are seen per parameter, and what is still to come can be sent at once."""
 
     def watch(self):
         if conserves(self.c) and self.c["model"] != "sparse":
-            self.own = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in self.model.named_parameters()}
-            self.delivered = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in self.model.named_parameters()}
+            self.own = {n: torch.zeros_like(shard_of(p)) for n, p in self.model.named_parameters()}
+            self.delivered = {n: torch.zeros_like(shard_of(p)) for n, p in self.model.named_parameters()}
 
     def compiled(self):
         self.net = torch.compile(self.net, backend="aot_eager") if self.c["compiled"] else self.net
@@ -69,13 +74,11 @@ class Averages(Training):
 class Gradients(Averages):
     def build(self):
         c = self.c
-        self.mesh = None
+        self.twin = None
         if c["wrapper"] == "sharded":
-            self.mesh = init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=("nodes", "shards"))
-            for layer in self.model.children():
-                if any(True for _ in layer.parameters()):
-                    fully_shard(layer, mesh=self.mesh["shards"])
-            fully_shard(self.model, mesh=self.mesh["shards"])
+            mesh = init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=("nodes", "shards"))
+            self.group = mesh["nodes"].get_group()
+            self.shard(self.model, mesh["shards"])
         if c["wrapper"] in ("ddp", "nodes"):
             names = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb")
             self.net = DistributedDataParallel(self.model, **{name: c[name] for name in names if name in c})
@@ -83,11 +86,18 @@ class Gradients(Averages):
         self.handle = self.compress(spec_of(c), **c.keywords())
         self.compiled()
         self.optimizers = optimizers_of(self.model, c["optimizer"])
-        if c["wrapper"] != "sharded":
-            self.watch()
-        for name, p in self.model.named_parameters() if self.own is not None else ():
+        self.watch()
+        if self.own is not None and c["wrapper"] == "sharded":
+            self.twin = self.shard(self.build_model(), mesh["shards"])
+        for name, p in self.model.named_parameters() if self.own is not None and self.twin is None else ():
             p.register_hook(lambda gradient, name=name: self.see(name, gradient))
         self.step_own = {}
+
+    def shard(self, model, mesh):
+        for layer in model.children():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
 
     def compress(self, spec, **options):
         wrapper = self.c["wrapper"]
@@ -97,7 +107,7 @@ class Gradients(Averages):
         if wrapper == "nodes":
             options["nodes"] = 2
         if wrapper == "sharded":
-            options["process_group"] = self.mesh["nodes"].get_group()
+            options["process_group"] = self.group
         return nb.compress_gradients(self.wrapped, spec, **options)
 
     def see(self, name, gradient):
@@ -116,6 +126,24 @@ class Gradients(Averages):
         if self.c["wrapper"] == "averager":
             self.handle.average()
 
+    def backward_of(self, at, micro, *, bad=False):
+        super().backward_of(at, micro, bad=bad)
+        if self.twin is not None:  # also where the gradients are bad: the ranks of a node share its passes
+            self.see_by_twin(at, micro)
+
+    @torch.no_grad()
+    def see_by_twin(self, at, micro):
+        """FSDP2 shows the gradients of a node to no hook. Those of an equal model, which nobody averages, are equal."""
+        if not micro:
+            self.twin.zero_grad()
+            for own, p in zip(self.twin.parameters(), self.model.parameters(), strict=True):
+                own.to_local().copy_(p.to_local())
+        net, self.net = self.net, self.twin
+        with torch.enable_grad():
+            super().backward_of(at, micro)
+        self.net = net
+        self.step_own = {n: shard_of(p.grad) for n, p in self.twin.named_parameters() if p.grad is not None}
+
     def note(self):
         if self.own is None:
             return
@@ -123,7 +151,7 @@ class Gradients(Averages):
             self.own[name] += gradient
         for name, p in self.model.named_parameters():
             if p.grad is not None:
-                self.delivered[name] += p.grad.double()
+                self.delivered[name] += shard_of(p.grad)
 
     def flush(self):
         """A step more, with a spec that sends all, from the state of the one that did not."""
@@ -160,7 +188,7 @@ class Updates(Averages):
         return model_of(self.c["model"], self.dtype, seed=replica, channels_last=self.c["channels_last"])
 
     def build(self):
-        c, self.group = self.c, None
+        c = self.c
         self.in_round = False
         if c["wrapper"] != "module":
             mesh = init_device_mesh("cpu", (self.size // 2, 2), mesh_dim_names=("replicas", "ranks"))
@@ -171,7 +199,7 @@ class Updates(Averages):
             else:
                 fully_shard(self.model, mesh=mesh["ranks"])
         self.optimizers = optimizers_of(self.model, c["optimizer"])
-        plain = {"outer": 1.0, "residuals": "apart", "bad": None, "wrapper": "module", "fragments": 1, "overlap": 0}
+        plain = {"outer": 1.0, "residuals": "apart", "bad": None, "fragments": 1, "overlap": 0}
         if all(c[option] == value for option, value in plain.items()) and not c["frozen"]:
             self.watch()
         if self.own is not None:
@@ -191,11 +219,11 @@ class Updates(Averages):
 
     def note_update(self):
         """Before the handle's own hook: this replica's parameters before the round."""
-        self.before = {name: p.detach().double() for name, p in self.model.named_parameters()}
+        self.before = {name: shard_of(p) for name, p in self.model.named_parameters()}
 
     def take_step(self):
         if self.own is not None and self.common is None:
-            self.common = {name: p.detach().double() for name, p in self.model.named_parameters()}
+            self.common = {name: shard_of(p) for name, p in self.model.named_parameters()}
         rounds = self.handle.step
         super().take_step()
         self.in_round = self.handle.step > rounds
@@ -205,8 +233,13 @@ class Updates(Averages):
     def note_round(self):
         for name, p in self.model.named_parameters():
             self.own[name] += self.before[name] - self.common[name]
-            self.delivered[name] += p.detach().double() - self.common[name]
+            self.delivered[name] += shard_of(p) - self.common[name]
         self.common = None
+
+    def rounding(self):
+        """The last bit of the parameters, to which every step adds."""
+        largest = torch.cat([shard_of(p).abs().reshape(-1) for p in self.model.parameters()])
+        return self.c["steps"] * torch.finfo(torch.float32).eps * largest
 
     def equal_now(self, at):
         c = self.c
@@ -222,7 +255,7 @@ class Updates(Averages):
             name: value for name, value in self.c.keywords().items() if name in ("min_numel", "buffers", "every")
         }
         if self.handle.steps:  # not counted yet: the handle's last round
-            self.before = {name: p.detach().double() for name, p in self.model.named_parameters()}
+            self.before = {name: shard_of(p) for name, p in self.model.named_parameters()}
             self.handle.average()
             self.note_round()
         if not self.c["spec"].startswith("powersgd"):

@@ -151,11 +151,11 @@ def _by_how_much(training):
 def _check_conservation(training):
     training.flush()
     own = torch.cat([x.reshape(-1) for x in training.own.values()])
-    dist.all_reduce(own)
-    own /= training.size
+    dist.all_reduce(own, group=training.group)
+    own /= dist.get_world_size(training.group)
     delivered = torch.cat([x.reshape(-1) for x in training.delivered.values()])
     missing = (own - delivered).abs()
     limit = _ROUNDING * float(own.abs().max())
     names = [name for name, x in training.own.items() for _ in range(x.numel())]
-    lost = sorted({names[at] for at in (missing > limit).nonzero().flatten().tolist()})
+    lost = sorted({names[at] for at in (missing > limit + training.rounding()).nonzero().flatten().tolist()})
     _agree(training, not lost, f"of {float(own.abs().max()):.3g}, {float(missing.max()):.3g} was lost in {lost}")

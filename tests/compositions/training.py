@@ -44,8 +44,10 @@ class Training:
     Attributes:
         bad: whether this rank's own gradients were inf or NaN in the latest step.
         stepped: whether the optimizers have stepped in it.
-        own, delivered: for each parameter, in float64, the sum of what this rank has given to averages so far, and of
-            what all got; None if this composition does not conserve them, or nobody can see them.
+        group: the ranks that average; None: all.
+        own, delivered: for each parameter, or this rank's shard of it, in float64, the sum of what this rank has given
+            to averages so far, and of what all got; None if this composition does not conserve them, or nobody can see
+            them.
     """
 
     #: Whether a bad step must leave the handle's state as it was.
@@ -59,6 +61,7 @@ class Training:
         self.net = self.model = self.build_model()
         self.kept = nb.compress_activations(self.model, policy=self.policy()) if c["activations"] else None
         self.own, self.delivered = None, None
+        self.group: Any = None
         self.build()
         self.schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in self.optimizers] if c["schedule"] else []
 
@@ -180,6 +183,10 @@ class Training:
         for each, state in ((self.handle, saved["handle"]), (self.kept, saved["activations"])):
             if each is not None:
                 each.load_state_dict(state)
+
+    def rounding(self):
+        """What rounding may lose of each element that is conserved, beside a small part of the sum of all means."""
+        return 0.0
 
     def resumes_exactly(self):
         return True
