@@ -247,7 +247,7 @@ def test_where_all_that_had_the_last_round_died_who_waits_says_so_once(caplog):
         late.arrive(1, 1.0)
     (said,) = [record.getMessage() for record in caplog.records]
     assert "no peer that is here has the parameters of round 2" in said
-    assert f"have not left: {a.peer}, {b.peer}. They may have died" in said
+    assert f"have not left: {a.peer}, {b.peer}. They train on, or have died. This peer waits for one of them" in said
 
 
 def test_who_is_late_for_the_last_round_is_told_that_the_run_is_over():

@@ -184,7 +184,7 @@ class Engine(SerialExecutor):
         try:
             what()
         except BaseException as error:
-            log.exception("the exchange stopped because of this error; every later backward pass raises an error")
+            log.exception("the exchange stopped because of this error; nothing more is sent over its connections")
             self._order.clear()
             self._failed(error)
             self.error = error  # last: whoever reads it finds everything rolled back

@@ -305,14 +305,15 @@ class Meeting:
 
     def _tell_who_is_missing(self, last: View, round_number: int | None, here: Iterable[Entry]) -> bool:
         """Log a warning if no peer that is here has the parameters of the last round, and return whether it was logged.
-        The peers that had them may come back.
+        The peers that had them may have a long way to the next round, or come back.
         """
         if last.beginning or round_number is None or any(entry.round >= round_number for entry in here):
             return False
         log.warning(
-            "no peer that is here has the parameters of round %d. The peers of that round have not left: %s. They may "
-            "have died. Rounds go on when one of them returns from a checkpoint; this peer waits for %g s. To start a "
-            "new run without them, stop all peers and pass another run=",
+            "no peer that is here has the parameters of round %d. The peers of that round have not left: %s. They "
+            "train on, or have died. This peer waits for one of them, %g s at most. If they have died, rounds go on "
+            "when one of them returns from a checkpoint. To start a new run without them, stop all peers and pass "
+            "another run=",
             round_number,
             ", ".join(sorted(entry.peer for entry in last.entries)),
             self._rules.patience_s,
