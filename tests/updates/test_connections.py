@@ -6,6 +6,7 @@ import logging
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from narrowband.updates.connections import Connections
@@ -67,6 +68,21 @@ def test_peers_find_each_other_after_one_of_them_has_failed_to_connect(alone):
             hasty.open(view, dist.HashStore())
         hasty.close()
     assert opened().group_name == name
+
+
+def test_peers_wait_no_longer_to_connect_than_for_an_exchange(alone, monkeypatch):
+    """Gloo waits five time-outs for the connection to a peer that died right after the others had its address."""
+    _, opened = alone
+    init, asked = dist.init_process_group, []
+
+    def noted(*given, timeout, **options):
+        asked.append(timeout.total_seconds())
+        init(*given, timeout=timeout, **options)
+
+    monkeypatch.setattr(dist, "init_process_group", noted)
+    group = opened()
+    assert asked == [300.0 / 5]
+    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 300.0
 
 
 def test_an_exchange_that_nearly_takes_too_long_is_told_once(alone, caplog):

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 #: An exchange is broken off when it takes this many times as long as the longest before it among the same peers.
 _SLOWER = 10
 
+#: Gloo waits this many time-outs for a connection. (In the first of them the peers' addresses have to arrive.)
+_TIMEOUTS_TO_CONNECT = 5
+
 #: No exchange is broken off before this many seconds: a machine that is short of memory or cores pauses, and goes on.
 _PAUSES_S = 5.0
 
@@ -63,13 +66,21 @@ class Connections:
             store=store,
             rank=view.rank,
             world_size=view.size,
-            timeout=timedelta(seconds=self._rules.exchange_s),
+            timeout=timedelta(seconds=self._to_connect_s),
         )
         # PyTorch wraps the hook each time, to write a rank before every line. Here the rank differs from view to view.
         sys.excepthook = hook
         group = dist.group.WORLD
         assert group is not None
+        group.set_timeout(timedelta(seconds=self._rules.exchange_s))
         return group
+
+    @property
+    def _to_connect_s(self) -> float:
+        """The time-out with which peers connect, so that they wait for a peer that has just died ``exchange_s`` in all,
+        but not less than a busy machine may need.
+        """
+        return min(self._rules.exchange_s, max(_PAUSES_S, self._rules.exchange_s / _TIMEOUTS_TO_CONNECT))
 
     def close(self) -> None:
         """Close the connections, if there are any."""
