@@ -21,6 +21,7 @@ from tests.activations.derived import (
     tokens,
     uneven,
 )
+from tests.activations.drawing import kept, kept_bytes
 from tests.activations.models import error, same
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
@@ -38,9 +39,20 @@ def test_a_result_takes_no_bytes_and_what_it_needs_besides_is_counted(name, cast
         y.sum().backward()
     assert found[True].raw_bytes == found[False].raw_bytes
     channels = model.x.shape[1] if model.x.dim() == 4 else model.x[0].numel() if "two" in name else 32
-    extra = {"gelu": 0, "gelu, tanh": 0, "silu": 0, "layer norm, plain": 0}.get(name, 2 * 4 * channels)
+    extra = {"gelu": 0, "gelu, tanh": 0, "silu": 0, "layer norm, plain": 0, "batch norm, plain": 4 * channels}.get(
+        name, 2 * 4 * channels
+    )
     less = model.x.numel() * (2 if name == "batch norm, silu" else 1)  # SiLU keeps batch norm's result
     assert found[False].kept_bytes - found[True].kept_bytes == less - extra
+
+
+@pytest.mark.parametrize("name", ["layer norm", "batch norm", "batch norm, plain"])
+def test_the_bytes_are_those_that_live(name):
+    (model, x), before = made(name), kept()
+    with compress(model) as saved:
+        y = model(x)
+    assert saved.kept_bytes == kept_bytes([*model.parameters(), *model.buffers(), x], before)
+    del y
 
 
 def test_several_who_save_a_result_share_it():

@@ -376,19 +376,21 @@ def _batch_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
                 return  # a kernel that saves something else
         else:
             scale = (variance.float() + eps).rsqrt()
+        shared = scale if training else None
         scale = scale.float() if weight is None else scale.float() * weight.float()
         shift = mean.float() * -scale if bias is None else bias.float() - mean.float() * scale
     if not x.is_cuda and not bool(torch.isfinite(scale + shift).all()):
         return  # the formula may not hold then; on a GPU this is not checked, and the result is not finite either
-    one, zero = torch.ones_like(scale), torch.zeros_like(scale)
     channels = (-1, *[1] * (x.dim() - 2))
 
     def function(x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
             return x.mul_(scale.view(channels)).add_(shift.view(channels))
+        zero, one = torch.zeros_like(scale), torch.ones_like(scale)
         return torch.batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0, False)  # rounds once
 
-    _derive_whole(recipes, x, y, origin, function, scale, shift)
+    # Without a weight, the scale is what the node keeps, and no copy.
+    _derive_whole(recipes, x, y, origin, function, None if scale is shared else scale, shift)
 
 
 def _nbytes(*copies: Tensor | None) -> int:
