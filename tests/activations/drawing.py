@@ -241,14 +241,15 @@ def draw(seed):
     # PyTorch has no gradients of gradients of fused attention on a CPU, and no batches of gradients where backward
     # runs a dropout again.
     unable = ("second", "batched") if again else ("second",) if fused else ()
+    mode = rng.choice([mode for mode in MODES if mode not in unable])
     return {
         "seed": seed, "layers": layers, "policy": policy,
         "inputs": rng.choice(("tokens", "floats", "strided", "with gradients")),
         "probabilities": rng.random() < 0.2,
         "dtype": rng.choice(("float32",) * 4 + ("float64", "bfloat16", "float16", "autocast")),
         "sizes": rng.choice(((4, 4, 4, 4), (4, 3, 1, 6))),
-        "mode": rng.choice([mode for mode in MODES if mode not in unable]),
-        "bad": rng.choice((None, "inf", "nan")), "compiled": rng.random() < 0.05,
+        "mode": mode,
+        "bad": rng.choice((None, "inf", "nan")), "compiled": rng.random() < 0.05 and not again and mode != "second",
     }  # fmt: skip
 
 
@@ -400,7 +401,7 @@ def problems(c):
     holds(equal(run.outputs, plain.outputs), "forward differs from that without compression")
     policy, errors = run.saving.policy, [error(*pair) for pair in zip(run.gradients, plain.gradients, strict=True)]
     given = {policy.bits, *policy.operators.values(), *policy.modules.values()}
-    if policy.is_off or c["dtype"] == "float64":
+    if policy.is_off or (c["dtype"] == "float64" and all(name != "float32" for name, *_ in c["layers"])):
         holds(all(map(equal, run.gradients, plain.gradients)), f"gradients are not exact: {errors}")
     if given <= {8, "off", "checkpoint"}:
         holds(max(errors) < 0.25, f"gradients are off by {errors}")

@@ -11,7 +11,7 @@ from tests.activations.drawing import FUNCTIONS, MODES, draw, problems
 from tests.thorough import thorough
 
 #: Together they have every mode. Compiling takes seconds, and is left to other seeds.
-SEEDS = (0, 12, 13, 25, 36, 50, 61, 77)
+SEEDS = (0, 7, 36, 44, 76, 77, 131, 182)
 
 
 def test_every_function_and_mode_is_drawn():
