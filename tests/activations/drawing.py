@@ -249,7 +249,8 @@ def draw(seed):
         "dtype": rng.choice(("float32",) * 4 + ("float64", "bfloat16", "float16", "autocast")),
         "sizes": rng.choice(((4, 4, 4, 4), (4, 3, 1, 6))),
         "mode": mode,
-        "bad": rng.choice((None, "inf", "nan")), "compiled": rng.random() < 0.05 and not again and mode != "second",
+        "bad": rng.choice((None, "inf", "nan")),
+        "compiled": rng.random() < 0.05 and not again and mode not in ("second", "batched", "retain"),
     }  # fmt: skip
 
 
