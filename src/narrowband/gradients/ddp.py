@@ -137,10 +137,25 @@ class DDPCompression(GradientCompression):
             self._begin()
         parameters = [self.layers.parameters.by_tensor[p] for p in bucket.parameters()]
         self._coming.append([parameter.name for parameter in parameters if parameter.compressed])
+        if not self._all_used and self.layers.stateful:
+            self._leave_out(bucket)
         last = self._is_last(bucket)
         if last:
             self._buckets, self._coming = [names for names in self._coming if names], []
         return self.feed(bucket.buffer(), [parameter.name for parameter in parameters], last=last)
+
+    def _leave_out(self, bucket: GradBucket) -> None:
+        """Set old gradients in a bucket to zero: those with which an optimizer has stepped already.
+
+        A parameter that this pass did not use may still have the gradient of an earlier step, as where each optimizer
+        of a GAN clears only its own gradients. DDP puts it into the bucket as if it were new, and drops the average if
+        no rank used the parameter. Feedback would take it for a gradient that has been sent.
+        """
+        steps = self._steps
+        if steps is not None:
+            for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if steps.is_used_up(p):
+                    gradient.zero_()
 
     def _is_last(self, bucket: GradBucket) -> bool:
         """Return whether a bucket is the last of this step. Call it once per bucket.

@@ -122,12 +122,21 @@ class Steps:
         self._state = Turn.USED
         #: The id of the optimizer that is stepping now; None between two steps; "nobody" before the first.
         self._stepping: int | Literal["nobody"] | None = "nobody"
+        #: The id of a parameter → the gradient with which an optimizer stepped last, and its version.
+        self._used_up: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._momentum_said = False
         self._set_up_checked = False
         #: How many steps in a row each optimizer has made with gradients that were not averaged.
         self._local: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _listen()
         _all.add(self)
+
+    def is_used_up(self, p: Tensor) -> bool:
+        """Whether a parameter's gradient is still the one with which an optimizer has stepped. Then no backward pass
+        has added to it since.
+        """
+        gradient, found = p.grad, self._used_up.get(id(p))
+        return found is not None and gradient is not None and found[0]() is gradient and found[1] == gradient._version
 
     def called(self) -> None:
         """Note that the model was called, and that the gradients of this call will be averaged."""
@@ -250,6 +259,9 @@ class Steps:
             self._stepping = None
             if self._state is Turn.AVERAGED:
                 self._state = Turn.USED
+            for p in self._of(optimizer):
+                if p.grad is not None:
+                    self._used_up[id(p)] = (weakref.ref(p.grad), p.grad._version)
 
     def _of(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """Yield the parameters that both the optimizer and the handle have."""
