@@ -66,7 +66,20 @@ class KilledWhileSending(MulticastSocket):
         return super().send(header, payload)
 
 
-class KilledOrCut(KilledWhileSending, Cut):
+class CutWhileReceiving(Cut):
+    """It is cut after so many datagrams that arrive."""
+
+    left = 1 << 60
+
+    def receive(self):
+        raw = super().receive()
+        if raw is not None:
+            CutWhileReceiving.left -= 1
+            Cut.is_cut |= CutWhileReceiving.left == 0
+        return raw
+
+
+class KilledOrCut(KilledWhileSending, CutWhileReceiving):
     """Either, or neither."""
 
 
@@ -78,6 +91,7 @@ class Script:
         fates: of a rank, the step before which it is killed, or after how many datagrams from there on.
         killed: the rank that the test kills at any time.
         cuts: (rank, step) from which on a card neither sends nor receives, until the test releases the rank.
+        received: how many datagrams still arrive after the beginning of that step.
         stops: (rank, step) that stop themselves, until the test continues them.
         holds: (rank, step) that wait until the test releases them.
         waits: of a rank, the step from which on it waits, before each step, while a lost rank does not ask to return.
@@ -87,6 +101,7 @@ class Script:
     fates: dict[int, tuple[int, int]] = field(default_factory=dict)
     killed: int | None = None
     cuts: set[tuple[int, int]] = field(default_factory=set)
+    received: int = 0
     stops: set[tuple[int, int]] = field(default_factory=set)
     holds: set[tuple[int, int]] = field(default_factory=set)
     waits: dict[int, int] = field(default_factory=dict)
@@ -94,9 +109,10 @@ class Script:
 
     def losable(self, rank, step):
         """The ranks that others may find lost in a step: all others if this rank is cut off itself."""
-        if (rank, step) in self.cuts:
+        if any(rank == other and step - at in (0, self.received > 0) for other, at in self.cuts):
             return frozenset(range(WORLD))
         found = {other for other, at in self.cuts | self.stops if at == step}
+        found |= {other for other, at in self.cuts if self.received and step == at + 1}
         found |= {other for other, (at, _) in self.fates.items() if at <= step <= at + 1}
         return frozenset(found | ({self.killed} - {None}))
 
@@ -133,7 +149,7 @@ def live(pipe, rank, store, script):
                 if step >= script.waits.get(rank, STEPS):
                     wait_for(lambda: not model.lost or model.transport.returning)
                 if (rank, step) in script.cuts:
-                    Cut.is_cut = True
+                    Cut.is_cut, CutWhileReceiving.left = not script.received, script.received
                     threading.Thread(target=is_released, daemon=True).start()
                 at, datagrams = script.fates.get(rank, (None, 0))
                 if at == step:
@@ -182,7 +198,8 @@ class Ranks:
         os.kill(self.processes[rank].pid, number)
 
     def release(self, rank):
-        self._pipes[rank].send_bytes(b"go on")
+        with contextlib.suppress(BrokenPipeError):  # the rank has failed: its answer says why
+            self._pipes[rank].send_bytes(b"go on")
 
 
 @contextlib.contextmanager
@@ -275,8 +292,9 @@ def test_ranks_that_were_stopped_return_and_end_with_the_same_bits(tmp_path, exp
         assert_all_are_back(ranks.answers(range(WORLD)), expected, said)
 
 
-def test_a_rank_that_was_cut_off_returns_and_ends_with_the_same_bits(tmp_path, expected):
-    with training(tmp_path, cuts={(1, 2)}, waits={0: 5}) as ranks:
+@pytest.mark.parametrize("received", [0, 1, *thorough(2, 3, 4, 5, 6, 8, 10, 15, 20)])
+def test_a_rank_that_was_cut_off_returns_and_ends_with_the_same_bits(tmp_path, expected, received):
+    with training(tmp_path, cuts={(1, 2)}, received=received, waits={0: 5}) as ranks:
         ranks.answers([0], until=lambda message: message == 5)
         ranks.release(1)
         said = {"rank 1 is lost": 1, "rank 1 is back": 1, "this one": 1, "cannot return": 0}

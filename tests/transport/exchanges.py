@@ -55,6 +55,9 @@ class Patient(Membership):
             [peer for peer in awaited if peer in Patient.losable or peer in self._closed], number, began_at, now
         )
 
+    def _gave_no_sign(self, peer, listened_s, now):
+        return peer in Patient.losable and super()._gave_no_sign(peer, listened_s, now)
+
 
 @contextlib.contextmanager
 def faults(socket_class: type[MulticastSocket] = MulticastSocket) -> Iterator[None]:

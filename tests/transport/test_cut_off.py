@@ -7,10 +7,23 @@ import torch
 import torch.distributed as dist
 
 from narrowband.transport.contract import RanksLostError
+from narrowband.transport.datagram import Kind
 from narrowband.transport.multicast import Multicast
+from narrowband.transport.sockets import MulticastSocket
 from tests.gradients.training import refusal
 from tests.ranks import run_ranks
-from tests.transport.exchanges import ETHERNET, LIMIT_S, SHORT_S, Cut, Patient, content, everything, places, transport
+from tests.transport.exchanges import (
+    ETHERNET,
+    LIMIT_S,
+    SHORT_S,
+    Cut,
+    Patient,
+    content,
+    everything,
+    places,
+    transport,
+    wait_for,
+)
 
 # ------------------------------------------------------------------------------------------------ exchanges
 
@@ -80,6 +93,55 @@ def test_a_rank_that_nobody_answers_does_not_wait_for_ever():
     assert ranks == at_end == (1,)
     assert "this rank is cut off" in said
     assert "no other rank answered within 3 s" in why
+
+
+class CutWithin(Cut):
+    """A card that, while it is cut, still gets what some ranks bring, as if that had come just before."""
+
+    brought_by: frozenset[int] = frozenset()
+
+    def receive(self):
+        while (raw := MulticastSocket.receive(self)) is not None:
+            if not Cut.is_cut or (raw[1] == Kind.DATA and int.from_bytes(raw[2:4], "big") in CutWithin.brought_by):
+                return raw
+        return None
+
+
+def cut_off_within_an_exchange(rank, world, brought_by):
+    CutWithin.brought_by = frozenset(brought_by)
+    others = dist.new_group([k for k in range(world) if k != 1])
+    options = {"silence_timeout": SHORT_S, "max_failures": 1, "readmits": True}
+
+    def exchange(turn):
+        incoming = places(rank, [8] * world)
+        multicast.exchange(content(rank, 8, turn), incoming, everything(rank, [8] * world))
+        return all(torch.equal(incoming[k], content(k, 8, turn)) for k in range(world) if k != rank)
+
+    with transport(CutWithin, mtu=ETHERNET, **options) as multicast:
+        assert exchange(0)
+        Cut.is_cut = rank == 1
+        dist.barrier()
+        Patient.losable = frozenset(range(world) if rank == 1 else {1})
+        with pytest.raises(RanksLostError) as caught:
+            exchange(1)
+        dist.barrier()
+        Cut.is_cut = False
+        if rank == 1:
+            multicast.rejoin()
+        else:
+            wait_for(lambda: multicast.returning)
+            dist.barrier(others)
+            multicast.readmit()
+        assert exchange(2)
+        dist.barrier()
+    return caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.parametrize("brought_by", [(0,), (0, 2)])
+def test_a_rank_that_was_cut_off_after_some_had_brought_all_knows_that_it_was_cut_off(brought_by):
+    told = run_ranks(cut_off_within_an_exchange, 4, brought_by, timeout_s=LIMIT_S)
+    assert [ranks for ranks, _ in told] == [(1,)] * 4
+    assert "this rank is cut off: ranks 0, 2, 3 delivered nothing" in told[1][1]
 
 
 # ------------------------------------------------------------------------------------------------ arguments

@@ -125,7 +125,14 @@ class Membership:
             raise RanksLostError(f"{names_of(gone)} closed the transport before exchange {number % VIEW}", gone)
         waited = {peer: now - max(began_at, self._brought_at[peer]) for peer in peers}
         listened = max(began_at, self.attentive_since)
-        silent = tuple(peer for peer in peers if now - max(listened, self._heard_at[peer]) > limits.silence_timeout)
+        silent = tuple(peer for peer in peers if self._gave_no_sign(peer, now - listened, now))
+        if silent:
+            there = set(range(self._size)) - {self._rank, *self.lost, *self._closed}
+            others = sorted(there.union(silent))
+            if all(self._gave_no_sign(peer, now - listened, now) for peer in others):
+                silent = tuple(others)  # also those that had brought all that is awaited before this rank was cut off
+            elif all(now - self._heard_at[peer] > min(SILENCE_S, limits.silence_timeout / 2) for peer in others):
+                return  # perhaps it is this rank that is cut off: a living rank is heard soon, since it answers polls
         lost = silent or tuple(
             peer
             for peer in peers
@@ -141,6 +148,10 @@ class Membership:
                 + "; or this rank itself is cut off" * (len(lost) > 1),
                 lost,
             )
+
+    def _gave_no_sign(self, peer: int, listened_s: float, now: float) -> bool:
+        """Return whether this rank has listened for too long without hearing a rank."""
+        return min(listened_s, now - self._heard_at[peer]) > self.limits.silence_timeout
 
     def _last_word(self, peer: int, now: float) -> str:
         heard_at = self._heard_at[peer]
