@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,25 +110,31 @@ class CutWithin(Cut):
         return None
 
 
-def cut_off_within_an_exchange(rank, world, brought_by):
+@contextlib.contextmanager
+def losing_rank_1(rank, world, brought_by=()):
+    """A transport whose rank 1 is cut off, an exchange for it, and a group of the other ranks."""
     CutWithin.brought_by = frozenset(brought_by)
     others = dist.new_group([k for k in range(world) if k != 1])
-    options = {"silence_timeout": SHORT_S, "max_failures": 1, "readmits": True}
 
     def exchange(turn):
         incoming = places(rank, [8] * world)
         multicast.exchange(content(rank, 8, turn), incoming, everything(rank, [8] * world))
         return all(torch.equal(incoming[k], content(k, 8, turn)) for k in range(world) if k != rank)
 
-    with transport(CutWithin, mtu=ETHERNET, **options) as multicast:
+    with transport(CutWithin, mtu=ETHERNET, silence_timeout=SHORT_S, max_failures=1, readmits=True) as multicast:
         assert exchange(0)
         Cut.is_cut = rank == 1
         dist.barrier()
         Patient.losable = frozenset(range(world) if rank == 1 else {1})
+        yield multicast, exchange, others
+
+
+def cut_off_within_an_exchange(rank, world, brought_by):
+    with losing_rank_1(rank, world, brought_by) as (multicast, exchange, others):
         with pytest.raises(RanksLostError) as caught:
             exchange(1)
         dist.barrier()
-        Cut.is_cut = False
+        Cut.is_cut, Patient.losable = False, frozenset()
         if rank == 1:
             multicast.rejoin()
         else:
@@ -142,6 +151,43 @@ def test_a_rank_that_was_cut_off_after_some_had_brought_all_knows_that_it_was_cu
     told = run_ranks(cut_off_within_an_exchange, 4, brought_by, timeout_s=LIMIT_S)
     assert [ranks for ranks, _ in told] == [(1,)] * 4
     assert "this rank is cut off: ranks 0, 2, 3 delivered nothing" in told[1][1]
+
+
+def cut_off_again_while_being_let_in(rank, world):
+    with losing_rank_1(rank, world) as (multicast, exchange, others):
+        with pytest.raises(RanksLostError):
+            exchange(1)
+        dist.barrier()
+        Cut.is_cut = False
+        asking = threading.Thread(target=multicast.rejoin)
+        if rank == 1:
+            asking.start()
+            dist.barrier()
+            Cut.is_cut = True  # the others know that it asks, and it never hears that they let it in
+        else:
+            wait_for(lambda: multicast.returning)
+            dist.barrier()
+        dist.barrier()
+        if rank != 1:
+            multicast.readmit()
+            with pytest.raises(RanksLostError):
+                exchange(2)
+            assert multicast.lost == (1,)
+            wait_for(lambda: not multicast.returning)  # the earlier request
+        dist.barrier()
+        Cut.is_cut, Patient.losable = False, frozenset()
+        if rank == 1:
+            asking.join()
+        else:
+            wait_for(lambda: multicast.returning)
+            dist.barrier(others)
+            multicast.readmit()
+        assert exchange(3)
+        dist.barrier()
+
+
+def test_a_rank_that_was_cut_off_again_while_being_let_in_returns_later():
+    run_ranks(cut_off_again_while_being_let_in, 3, timeout_s=LIMIT_S)
 
 
 # ------------------------------------------------------------------------------------------------ arguments

@@ -182,7 +182,7 @@ class EventLoop:
             repair.transmit(now)
             repair.poll(now)
             if self._rejoining is not None:
-                self._ask_at = self._members.ask_to_return(repair.finished, now)
+                self._ask_at = self._members.ask_to_return(now)
             self._conclude(now)
             if self._closing and self._may_leave(now):
                 self._say_goodbye()

@@ -266,7 +266,7 @@ class Membership:
         self._answered_at = now
         return self._ask_at
 
-    def ask_to_return(self, finished: int, now: float) -> float:
+    def ask_to_return(self, now: float) -> float:
         """Ask to be let back in if it is time. Return when to ask next.
 
         Raises:
@@ -278,7 +278,7 @@ class Membership:
             if self._closed:
                 self._end_outside(f"{names_of(tuple(sorted(self._closed)))} closed the transport")
             self._ask_at = now + _ASK_S
-            self._link.send_control(Kind.RETURN, 0, finished)
+            self._link.send_control(Kind.RETURN, 0, self.view)  # with as many returns as the others have counted
         return self._ask_at
 
     def _end_outside(self, why: str) -> NoReturn:
