@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import random
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, get_context
+from typing import ClassVar
 
 import pytest
 import torch
@@ -67,16 +69,26 @@ class KilledWhileSending(MulticastSocket):
 
 
 class CutWhileReceiving(Cut):
-    """It is cut after so many datagrams that arrive."""
+    """It is cut after so many datagrams that arrive, for so many seconds, and then again."""
 
-    left = 1 << 60
+    cuts: ClassVar[list[tuple[int, float]]] = []
+    arrived = 0
 
     def receive(self):
         raw = super().receive()
-        if raw is not None:
-            CutWhileReceiving.left -= 1
-            Cut.is_cut |= CutWhileReceiving.left == 0
+        if raw is not None and CutWhileReceiving.cuts:
+            CutWhileReceiving.arrived += 1
+            after, seconds = CutWhileReceiving.cuts[0]
+            if CutWhileReceiving.arrived >= after:
+                CutWhileReceiving.cuts.pop(0)
+                CutWhileReceiving.arrived, Cut.is_cut = 0, True
+                if seconds < math.inf:
+                    threading.Timer(seconds, mend).start()
         return raw
+
+
+def mend():
+    Cut.is_cut = False
 
 
 class KilledOrCut(KilledWhileSending, CutWhileReceiving):
@@ -92,6 +104,7 @@ class Script:
         killed: the rank that the test kills at any time.
         cuts: (rank, step) from which on a card neither sends nor receives, until the test releases the rank.
         received: how many datagrams still arrive after the beginning of that step.
+        drops: of a rank, how many datagrams arrive until its card is cut, for how many seconds, until it is cut again.
         stops: (rank, step) that stop themselves, until the test continues them.
         holds: (rank, step) that wait until the test releases them.
         waits: of a rank, the step from which on it waits, before each step, while a lost rank does not ask to return.
@@ -102,6 +115,7 @@ class Script:
     killed: int | None = None
     cuts: set[tuple[int, int]] = field(default_factory=set)
     received: int = 0
+    drops: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     stops: set[tuple[int, int]] = field(default_factory=set)
     holds: set[tuple[int, int]] = field(default_factory=set)
     waits: dict[int, int] = field(default_factory=dict)
@@ -111,9 +125,11 @@ class Script:
         """The ranks that others may find lost in a step: all others if this rank is cut off itself."""
         if any(rank == other and step - at in (0, self.received > 0) for other, at in self.cuts):
             return frozenset(range(WORLD))
-        found = {other for other, at in self.cuts | self.stops if at == step}
+        if rank in self.drops:
+            return frozenset(range(WORLD))
+        found = {other for other, at in self.cuts | self.stops if at == step} | set(self.drops)
         found |= {other for other, at in self.cuts if self.received and step == at + 1}
-        found |= {other for other, (at, _) in self.fates.items() if at <= step <= at + 1}
+        found |= {other for other, (at, _) in self.fates.items() if at <= step <= at + 2}
         return frozenset(found | ({self.killed} - {None}))
 
 
@@ -126,7 +142,7 @@ def live(pipe, rank, store, script):
 
     def is_released():
         pipe.recv_bytes()
-        Cut.is_cut = False
+        mend()
 
     torch.set_num_threads(1)
     limit = timedelta(seconds=LIMIT_S)
@@ -135,7 +151,9 @@ def live(pipe, rank, store, script):
         model = nb.CodedDataParallel(
             mlp(dropout=0.2), 2, max_failures=1, silence_timeout=SHORT_S, rejoin_steps=script.rejoin_steps
         )
+    dist.barrier()
     dist.destroy_process_group()  # nothing of it is needed from here on
+    CutWhileReceiving.cuts = script.drops.get(rank, [])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with capture() as messages:
         try:
@@ -149,7 +167,8 @@ def live(pipe, rank, store, script):
                 if step >= script.waits.get(rank, STEPS):
                     wait_for(lambda: not model.lost or model.transport.returning)
                 if (rank, step) in script.cuts:
-                    Cut.is_cut, CutWhileReceiving.left = not script.received, script.received
+                    Cut.is_cut = not script.received
+                    CutWhileReceiving.cuts = [(script.received, math.inf)] * (script.received > 0)
                     threading.Thread(target=is_released, daemon=True).start()
                 at, datagrams = script.fates.get(rank, (None, 0))
                 if at == step:
@@ -299,6 +318,15 @@ def test_a_rank_that_was_cut_off_returns_and_ends_with_the_same_bits(tmp_path, e
         ranks.release(1)
         said = {"rank 1 is lost": 1, "rank 1 is back": 1, "this one": 1, "cannot return": 0}
         assert_all_are_back(ranks.answers(range(WORLD)), expected, said)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(12))
+def test_a_rank_whose_card_is_cut_again_and_again_ends_with_the_same_bits(tmp_path, expected, seed):
+    rng = random.Random(seed)
+    drops = [(rng.randrange(1, 60), rng.choice([0.05, 2 * SHORT_S, 3 * SHORT_S])) for _ in range(rng.randrange(2, 5))]
+    with training(tmp_path, drops={seed % WORLD: drops}, waits=dict.fromkeys(range(WORLD), 0)) as ranks:
+        assert_all_are_back(ranks.answers(range(WORLD)), expected, {"cannot return": 0})
 
 
 def test_two_ranks_that_are_killed_are_an_error_on_the_others(tmp_path):
