@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -122,3 +123,28 @@ def test_as_a_stateful_it_loads_on_as_many_ranks_alone(tmp_path):
     run_ranks(saves, 3, "ddp", str(tmp_path / "saved"))
     for error in run_ranks(few, 2, str(tmp_path / "saved")):
         assert "rank" in error[1]
+
+
+def of_rank_0_alone(rank, world_size, folder):
+    """What a checkpoint that one rank writes makes of a handle: of ``stateful``, and of a state."""
+    model, optimizer, handle = made("ddp", world_size)
+    train(model, rank, range(2), optimizer)
+    if rank == 0:
+        torch.save({"stateful": handle.stateful.state_dict(), "state": handle.state_dict()}, folder / "one.pt")
+    dist.barrier()
+    saved = torch.load(folder / "one.pt")
+    refused = [
+        refusal(lambda: handle.stateful.load_state_dict(saved["stateful"])),
+        refusal(lambda: handle.load_state_dict(saved["stateful"])),
+        refusal(lambda: handle.load_state_dict(saved["state"])),
+    ]
+    train(model, rank, range(2, 3), optimizer)
+    return refused, handle.step
+
+
+def test_a_checkpoint_that_one_rank_has_written_is_refused_on_all_with_what_to_do(tmp_path):
+    for refused, steps in run_ranks(of_rank_0_alone, 2, tmp_path):
+        for _, text in refused[:2]:
+            assert "a file that one rank writes needs the list of all ranks' handle.state_dict()" in text
+        assert "If one rank alone had saved its state, do not load it" in refused[2][1]
+        assert steps == 3

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import narrowband as nb
 from narrowband.gradients.hook import _watches
@@ -155,32 +155,39 @@ def copies(rank, world_size):
     model = wrap(mlp())
     handle = compress(model, SPEC, min_numel=64)
     train(model, rank, range(2))
-    with heard() as said:
-        twin = copy.deepcopy(model)
+    with heard() as silence:
+        twin, third, teacher = (copy.deepcopy(model) for _ in range(3))
         average = AveragedModel(model)
         average.update_parameters(model)
+        update_bn([data(0, rank)], average)
+        average.eval()(data(0, rank)[0]).sum().backward()  # evaluated without no_grad
+        teacher.requires_grad_(False)(data(0, rank)[0])
+        own = compress(third, SPEC, min_numel=64)  # a copy may have a handle of its own
+        train(third, rank, range(2, 4))
         file = io.BytesIO()
         torch.save(model, file)
-    file.seek(0)
-    read = torch.load(file, weights_only=False)
-    same = torch.equal(flat(twin), flat(model)) and torch.equal(flat(read), flat(model))
-    plain = wrap(copy.deepcopy(model.module))
-    for net in (plain, twin, read):
-        train(net, rank, range(2, 4))
-    uncompressed = torch.equal(flat(twin), flat(plain)) and torch.equal(flat(read), flat(plain))
-    again = compress(twin, SPEC, min_numel=64)  # a copy may have a handle of its own
+        file.seek(0)
+        read = torch.load(file, weights_only=False)
+        same = torch.equal(flat(twin), flat(model)) and torch.equal(flat(read), flat(model))
+        plain = wrap(copy.deepcopy(model.module))
+        train(plain, rank, range(2, 4))
+    with heard() as said:
+        for net in (copy.deepcopy(twin), read):  # of a copy, too
+            train(net, rank, range(2, 4))
+            same = same and torch.equal(flat(net), flat(plain))
+    again = compress(twin, SPEC, min_numel=64)
     train(twin, rank, range(4, 5))
     train(model, rank, range(2, 5))
-    return said, same, uncompressed, again.step, handle.step
+    return silence, said, same, (own.step, again.step, handle.step)
 
 
-def test_a_copy_averages_as_plain_ddp_does_and_says_once_that_it_has_no_compression():
-    for said, same, uncompressed, of_twin, of_model in run_ranks(copies, 2):
-        assert len(said) == 1
-        assert "has no compression" in said[0]
+def test_a_copy_averages_as_plain_ddp_does_and_says_so_once_if_it_is_trained():
+    for silence, said, same, steps in run_ranks(copies, 2):
+        assert silence == []
+        assert len(said) == 2
+        assert all("has no compression: its gradients are averaged uncompressed, unless" in each for each in said)
         assert same
-        assert uncompressed
-        assert (of_twin, of_model) == (1, 5)
+        assert steps == (2, 1, 5)
 
 
 # ---- taking it off ---------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ Facts = Mapping[str, "str | Mapping[str, str]"]
 
 #: The error names at most this many differences, and counts the rest.
 _NAMED = 4
-_LONGEST = 200
+_LONGEST = 400
 #: If one of these facts differs, the error names no others.
 _ENOUGH = ("call", "problem")
 

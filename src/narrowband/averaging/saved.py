@@ -49,8 +49,13 @@ class Saved:
         return {_name(self._handle): written.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Resume from this rank's state. Call on all ranks."""
-        self._handle.load_state_dict(_read(state[_name(self._handle)]))
+        """Resume from this rank's state. Call on all ranks.
+
+        Raises:
+            ValueError: on all ranks: some rank's state is missing, or does not fit.
+        """
+        name = _name(self._handle)
+        self._handle.load_state_dict(_read(state[name]) if name in state else state)  # which tells all ranks
 
 
 def states_in(folder: str | PathLike[str], key: str, handle: Handle) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ whole state on all ranks, or leaves every rank unchanged.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,12 @@ def check_state(state: object) -> Mapping[str, Any]:
         raise ValueError(
             f"expected a state that handle.state_dict() returned, got {type(state).__name__}; pass this rank's own "
             "state, or a list of all ranks' states"
+        )
+    if kept_apart := [key for key in state if re.fullmatch(r"shard\d+-rank\d+", str(key))]:
+        raise ValueError(
+            f"this is what handle.stateful saved on another rank ({', '.join(kept_apart)}): a file that one rank "
+            "writes needs the list of all ranks' handle.state_dict() instead; handle.stateful is for "
+            "torch.distributed.checkpoint, which keeps what every rank saved of it"
         )
     lacking = [key for key in ("version", *_FIELDS) if key not in state and key not in _ADDED]
     if "version" in state and state["version"] != VERSION:

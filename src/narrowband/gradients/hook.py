@@ -155,10 +155,13 @@ class Hook(Left):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Note that the model is called."""
-        if self.watch is not None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if self.watch is not None:
             self.watch.used = True
             if self.handle is not None and cast("DistributedDataParallel", module).require_backward_grad_sync:
                 self.handle.called()
+        self.say_copied(module)
 
 
 def _on_bucket(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:

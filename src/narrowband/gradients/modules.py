@@ -436,9 +436,12 @@ class Outputs(Left):
         return self.handle is not None
 
     @unseen
-    def __call__(self, _: nn.Module, __: Any, outputs: Any) -> None:
+    def __call__(self, module: nn.Module, _: Any, outputs: Any) -> None:
         """Notify the handle of the call, and hook the outputs."""
-        if torch.is_grad_enabled() and (own := self.handle) is not None:
+        if not torch.is_grad_enabled():
+            return
+        self.say_copied(module)
+        if (own := self.handle) is not None:
             own.called()
             for x in _tensors_in(outputs):
                 if x.grad_fn is not None:  # a leaf outlives the step, and would collect hooks
