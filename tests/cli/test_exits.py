@@ -351,6 +351,26 @@ def test_sigterm_ends_a_command_as_ctrl_c_does():
     assert done.stdout == "True\nStopped. Rows are kept.\n143 True\n"
 
 
+IN_A_CALLBACK = """
+import ctypes, signal, sys
+from rich.console import Console
+from narrowband.cli.exits import finish
+
+def work():
+    ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(getattr(signal, sys.argv[1])))()
+    raise RuntimeError("no compiled object yet")  # as Numba says
+
+print(finish(work, Console(stderr=True)))
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_that_comes_while_llvm_compiles_a_loop_ends_a_command_too(name, code):
+    command = [sys.executable, "-c", IN_A_CALLBACK, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180.0)
+    assert (done.stdout, done.stderr) == (f"{code}\n", "Stopped.\n")
+
+
 def test_a_handler_of_sigterm_that_was_there_stays():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))

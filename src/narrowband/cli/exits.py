@@ -71,7 +71,7 @@ def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal's encoding may lack characters of tables and names
         sys.stdout.reconfigure(errors="replace")
     try:
-        with _terminable():
+        with _terminable(), _heard_in_callbacks():
             return work()
     except KeyboardInterrupt as stop:
         errors.print(f"Stopped. {stopped}".strip(), style="yellow", highlight=False)
@@ -115,6 +115,33 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _heard_in_callbacks() -> Iterator[None]:
+    """Raise the Ctrl-C or SIGTERM that a callback of C has swallowed, in the place of the error that follows from it.
+
+    While LLVM compiles a loop, the first Python code to run after a signal is such a callback. Python prints what it
+    raises, and compiling fails of something else.
+    """
+    swallowed: list[KeyboardInterrupt] = []
+    before = sys.unraisablehook
+
+    def note(unraisable: sys.UnraisableHookArgs) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            swallowed.append(unraisable.exc_value)
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = note
+    try:
+        yield
+    except Exception:
+        if swallowed:
+            raise swallowed[0] from None
+        raise
+    finally:
+        sys.unraisablehook = before
 
 
 def _is_unread() -> bool:
