@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -67,3 +68,32 @@ def test_neither_the_server_nor_a_rank_says_anything_of_ctrl_c(at):
     )
     assert done.stderr.count("Traceback") == 1, done.stderr  # of the script itself
     assert done.stderr.strip().endswith("KeyboardInterrupt")
+
+
+IN_A_LONG_PLACE = """
+import sys, tempfile
+from pathlib import Path
+from narrowband.bench import loopback
+
+log = Path(sys.argv[1], "log")
+log.touch()
+code = loopback.run_on_loopback("platform", [], 2, log)
+print(code, tempfile.gettempdir() == sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere there is no fork server")
+@pytest.mark.parametrize("length", [75, 76])  # 75 bytes is the longest in which sockets fit
+def test_ranks_start_though_sockets_do_not_fit_into_the_folder_for_temporary_files(length):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        place = f"{short}/{'x' * (length - len(short) - 1)}"
+        os.mkdir(place)
+        done = subprocess.run(
+            [sys.executable, "-c", IN_A_LONG_PLACE, place],
+            env=os.environ | {"TMPDIR": place},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=180.0,
+        )
+    assert (done.stdout, done.stderr) == ("0 True\n", "")

@@ -16,9 +16,10 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ IMPORTS = "narrowband.bench.imports"
 #: Seconds that ranks get to end by themselves.
 _GRACE_S = 5.0
 _POLL_S = 0.01
+_SOCKET_PATH = 107  # bytes in the path of a socket, at most
+_SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # what multiprocessing adds to the folder for temporary files
 _SIGNALLED = 128  # exit codes above it: ended by a signal
 
 
@@ -87,9 +90,24 @@ def rank_context() -> multiprocessing.context.BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([IMPORTS])  # has an effect only if the server is not running yet
     resource_tracker.ensure_running()  # otherwise the server would start it, and unblock SIGINT after that
+    _let_sockets_fit()
     with _without_ctrl_c():
         forkserver.ensure_running()
     return context
+
+
+def _let_sockets_fit() -> None:
+    """Have multiprocessing make the folder of its sockets in /tmp if their paths would be too long in TMPDIR, where
+    clusters and build systems put names of jobs.
+    """
+    chosen = tempfile.gettempdir()
+    if len(os.fsencode(chosen)) + _SOCKET_NAME <= _SOCKET_PATH:
+        return
+    tempfile.tempdir = "/tmp"
+    try:
+        util.get_temp_dir()  # which it keeps
+    finally:
+        tempfile.tempdir = chosen
 
 
 @contextlib.contextmanager
