@@ -18,6 +18,7 @@ from rich.console import Console
 import narrowband
 from narrowband.cli import main
 from narrowband.cli.codecs import Codecs
+from narrowband.cli.main import _COMMANDS
 from narrowband.codecs import available
 from narrowband.lab import LabConfig, requirements
 from narrowband.report.gpu import GPU
@@ -68,6 +69,15 @@ def test_help_teaches_with_examples(narrow, command):
     assert len(re.findall(rf"^  (narrowband {command}|python)", out, re.MULTILINE)) >= 1
     assert not re.search(rf"narrowband {command}.*narrowband {command}", out.partition("Examples:")[2])  # one a line
     assert "``" not in out
+
+
+@pytest.mark.parametrize("command", list(_COMMANDS))
+def test_help_has_no_line_that_a_narrow_terminal_would_break_but_commands(narrow, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "50")
+    code, out, _ = narrow(*command.split(), "--help")
+    assert code == 0
+    assert [line for line in out.splitlines() if len(line) > 50 and not line.startswith(("  ", "usage: "))] == []
+    assert f"\n\nusage: narrowband {command}" in out
 
 
 @pytest.mark.parametrize(

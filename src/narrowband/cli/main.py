@@ -7,6 +7,7 @@ import inspect
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -136,12 +137,11 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
             f"the command of the ranks stands after '--': narrowband {' '.join(['lab', *options[:at]])} -- "
             f"{' '.join(options[at:])}"
         )
-    command: Command = tyro.cli(
-        kind,
-        prog=f"narrowband {name}",
-        description=_prose(kind.__doc__),
-        args=options,
-    )
+    if {"-h", "--help"} & set(options):  # Tyro does not wrap what it is given as a description
+        console.print(
+            _wrapped(kind.__doc__, console.width), "", sep="\n", highlight=False, markup=False, soft_wrap=True
+        )
+    command: Command = tyro.cli(kind, prog=f"narrowband {name}", description="", args=options)
     return command(console, behind)
 
 
@@ -156,6 +156,14 @@ def _first_word(options: list[str]) -> int | None:
 def _prose(docstring: str) -> str:
     """Return a docstring for a terminal."""
     return inspect.cleandoc(docstring).replace("``", "`")
+
+
+def _wrapped(docstring: str, width: int) -> str:
+    """Return a docstring for a terminal of this width. Indented lines, which are to be copied, stay as they are."""
+    return "\n\n".join(
+        paragraph if "\n  " in paragraph else textwrap.fill(" ".join(paragraph.split()), width, break_on_hyphens=False)
+        for paragraph in _prose(docstring).split("\n\n")
+    )
 
 
 def _summary(name: str) -> str:
