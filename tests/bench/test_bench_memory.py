@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import shutil
 import sys
@@ -178,6 +179,14 @@ def test_a_footprint_is_all_that_training_takes():
     states, between = 4 * 4 * DEEP * (WIDE + 1) * WIDE, DEEP * 4 * 2048 * WIDE
     # Backward needs as much again for a moment, and malloc does not use all of that anew: 4 to 6.4 times in 12 runs.
     assert states + between < taken < states + 10 * between
+
+
+def test_training_without_compression_says_nothing_of_a_context_that_is_never_used(caplog):
+    plain = ways.Training(ways.Way("plain"), functools.partial(tower, batch=8), "cpu", seed=0)
+    assert plain.step() is None
+    del plain
+    gc.collect()
+    assert caplog.messages == []
 
 
 def test_ways_of_any_model_are_compared_in_turn(model):

@@ -192,6 +192,14 @@ def test_adapt_says_what_is_wrong_with_a_file(narrow, tmp_path):
     assert "at least min_numel=1024" in narrow("adapt", str(path))[2]
 
 
+@pytest.mark.parametrize("words", [("--help",), ("doctor",)])
+def test_a_narrow_terminal_cuts_no_word(narrow, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = narrow(*words)
+    assert not re.search(r"\w…( |$)", out, re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 40
+
+
 def test_doctor_says_what_there_is(narrow, tmp_path):
     code, out, _ = narrow("doctor", "--json", str(tmp_path / "found.json"))
     assert code == 0

@@ -94,13 +94,13 @@ class Bench:
 
     def step(self, policy: ActivationPolicy) -> Step:
         """Train under a policy for some steps."""
-        counting = compress_activations(self.model, policy=policy)
-        context = contextlib.nullcontext() if policy.is_off else counting
+        compressing = None if policy.is_off else compress_activations(self.model, policy=policy)
+        context = compressing or contextlib.nullcontext()
         for _ in range(_WARM_UP):
             self._step(context)
         seconds = min(self._step(context) for _ in range(_TIMED))
         loss, backward = most_alive(lambda mark: self._step(context, mark), self.device)
-        with counting as saved:
+        with compressing or compress_activations(self.model, policy=policy) as saved:
             output = self._forward()
         torch.autograd.backward(scalar_of(output))
         found = gradients_of(self.model)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from narrowband.activations import ActivationPolicy, Saved, compress_activations
+from narrowband.activations import ActivationCompression, ActivationPolicy, Saved, compress_activations
 from narrowband.bench.devices import moved
 from narrowband.bench.subjects import Subject
 from narrowband.errors import is_out_of_memory, users_errors
@@ -106,7 +106,7 @@ class Training:
             _checkpoint_blocks(self.model)
         if way.compiled:
             self.model.compile()
-        self._context = compress_activations(self.model, policy=way.policy)
+        self._context: ActivationCompression | None = None  # none yet: one that is never entered warns
 
     def step(self, *, counted: bool = False) -> Saved | None:
         """Do forward and backward; return what was saved, if that is counted or compressed."""
@@ -114,11 +114,15 @@ class Training:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         with contextlib.ExitStack() as stack:
-            saved = stack.enter_context(self._context) if counted or not self.way.policy.is_off else None
+            saved = stack.enter_context(self._counting()) if counted or not self.way.policy.is_off else None
             stack.enter_context(torch.autocast(self.device, torch.bfloat16, enabled=self.way.amp))
             output = self.model(*self.inputs)
         torch.autograd.backward(scalar_of(output))
         return saved
+
+    def _counting(self) -> ActivationCompression:
+        self._context = self._context or compress_activations(self.model, policy=self.way.policy)
+        return self._context
 
 
 def result_of(output: Any) -> Tensor:

@@ -91,11 +91,11 @@ class Doctor:
 
     def _look_here(self, console: Console) -> int:
         from rich.markup import escape
-        from rich.table import Table
+        from rich.table import Column, Table
 
         from narrowband.report.record import machine, versions
 
-        table = Table(box=None, show_header=False, padding=(0, 1))
+        table = Table("", "", Column(overflow="fold"), box=None, show_header=False, padding=(0, 1))
         findings = [*_namesake(), *_pytorch(), *_backends(), *_packages(), *_allocator(), *_links()]
         for finding in findings:
             mark = "[green]yes" if finding.good else "[yellow]no"

@@ -178,19 +178,19 @@ def _summary(name: str) -> str:
 
 
 def _print_help(console: Console, family: str) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     names = _family(family) if family else list(_COMMANDS)
     console.print("Train over slow links and in little memory: compress what training sends and keeps.\n")
     usage = f"narrowband {family} COMMAND [OPTIONS]" if family else "narrowband COMMAND [OPTIONS]"
     console.print(f"usage: {usage}\n", highlight=False, markup=False)
-    table = Table(box=None, show_header=False, padding=(0, 2))
+    table = Table("", Column(overflow="fold"), box=None, show_header=False, padding=(0, 2))
     for name in names:
         table.add_row(f"[bold]narrowband {name}", _summary(name))
     console.print(table)
     if not family:
         console.print("\nexamples:")
-        table = Table(box=None, show_header=False, padding=(0, 2))
+        table = Table("", Column(overflow="fold"), box=None, show_header=False, padding=(0, 2))
         for line, meaning in _EXAMPLES:
             table.add_row(line, f"[dim]{meaning}")
         console.print(table)
