@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from narrowband.averaging import flat as flat_module
-from tests.gradients.training import TINY, compress, flat, loss_of, mlp, refusal, residuals, same, train, wrap
+from tests.gradients.training import TINY, compress, flat, heard, loss_of, mlp, refusal, residuals, same, train, wrap
 from tests.ranks import RankError, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -104,7 +104,9 @@ def after_a_death(rank, world_size, spec, collective):
     loss = loss_of(model, 2, rank)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    error = refusal(loss.backward)[0]
+    with heard() as said:
+        error = refusal(loss.backward)[0]
+    assert any("another rank has failed or ended" in each for each in said)
     left = same(residuals(handle), before), handle.step, torch.equal(flat(model), parameters)
     alone = refusal(lambda: loss_of(model.module, 3, rank).backward())
     model.require_forward_param_sync = False

@@ -43,14 +43,14 @@ def growing_scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
 
 
-def direct(rank, fp16=False, accumulate=ACCUMULATE):
+def direct(rank, fp16=False, accumulate=ACCUMULATE, batches=range(ACCUMULATE * STEPS)):
     """Train by hand, with accumulation and clipping."""
     model = wrap(mlp())
     scaler = growing_scaler() if fp16 else torch.amp.GradScaler(enabled=False)
     handle = nb.compress_gradients(model, SPEC, grad_scaler=scaler if fp16 else None, **OPTIONS)
     optimizer = sgd(model, momentum=0.9)
     losses = []
-    for batch in range(ACCUMULATE * STEPS):
+    for batch in batches:
         last = (batch + 1) % accumulate == 0
         with contextlib.nullcontext() if last else model.no_sync():
             with torch.autocast("cpu", torch.float16, enabled=fp16):

@@ -105,8 +105,9 @@ def trainer_of(rank, folder, steps, dies=False, **more):
 
 
 def train(
-    rank, world_size, folder, *, steps=STEPS, resume=None, spec=SPEC, callbacks=(), strict=True, dies=False, **more
-):
+    rank, world_size, folder, *, steps=STEPS, resume=None, spec=SPEC, callbacks=(), strict=True, dies=False, times=1,
+    **more,
+):  # fmt: skip
     from narrowband.integrations.transformers import compress_gradients
 
     with launched(rank, world_size):
@@ -114,7 +115,8 @@ def train(
         compression = compress_gradients(trainer, spec, strict=strict, **OPTIONS)
         for callback in callbacks:
             trainer.add_callback(callback(trainer))
-        trainer.train(resume_from_checkpoint=resume)
+        for _ in range(times):
+            trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer.model.net, trainer.model.losses, compression.handle)
 
 
@@ -139,6 +141,17 @@ def test_a_trainer_trains_and_resumes_with_the_bits_of_a_loop_of_ones_own(tmp_pa
         "narrowband-rank0-of-2.pt",
         "narrowband-rank1-of-2.pt",
     ]
+
+
+def trained_twice(rank, world_size, folder):
+    batches = range(BATCHES // 2)
+    return direct(rank, batches=[*batches, *batches]), train(rank, world_size, folder, steps=STEPS // 2, times=2)
+
+
+def test_a_second_train_goes_on_with_the_residuals_as_with_the_optimizer(tmp_path):
+    for by_hand, twice in on_two_ranks(trained_twice, str(tmp_path)):
+        assert twice["steps"] == STEPS
+        assert agree(by_hand, twice) == []
 
 
 def with_a_batch_left(rank, world_size, folder):

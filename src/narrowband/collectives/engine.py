@@ -45,6 +45,13 @@ log = logging.getLogger(__name__)
 SETTLE_S = 0.1
 
 
+#: What is behind most errors of a collective.
+_OTHERS = (
+    ". Most often another rank has failed or ended (its own output says why), has fewer batches "
+    "(DistributedDataParallel.join helps), or has left the loop alone, as by a stop that it decided by its own loss"
+)
+
+
 QueueName = Literal["group", "pairs"]
 
 
@@ -126,6 +133,7 @@ class Engine(SerialExecutor):
         self._callbacks: deque[weakref.ref[Callable[[Any], None]]] = deque()
         self.wire_seconds = 0.0
         self.error: BaseException | None = None
+        self._awaits = False  # for a collective
 
     def post(self, what: Callable[[], None]) -> None:
         """Run ``what`` on the engine's thread, after everything posted before."""
@@ -184,7 +192,10 @@ class Engine(SerialExecutor):
         try:
             what()
         except BaseException as error:
-            log.exception("the exchange stopped because of this error; nothing more is sent over its connections")
+            hint = _OTHERS if self._awaits else ""
+            log.exception(
+                "the exchange stopped because of this error; nothing more is sent over its connections%s", hint
+            )
             self._order.clear()
             self._failed(error)
             self.error = error  # last: whoever reads it finds everything rolled back
@@ -231,7 +242,9 @@ class Engine(SerialExecutor):
 
     def _arrived(self, running: _Running) -> None:
         assert running.work is not None
+        self._awaits = True
         running.work.wait()  # raises errors of the collective; on CUDA, makes this stream wait
+        self._awaits = False
         _Latest.completed_at = time.monotonic()
         self.wire_seconds += time.perf_counter() - running.issued_at
         if not self._advance(running):
