@@ -19,7 +19,6 @@ from tests.gradients.training import (
     heard,
     loss_of,
     mlp,
-    residuals,
     sgd,
     train,
     wrap,
@@ -268,46 +267,3 @@ def test_accumulation_in_a_static_graph_does_not_stop_the_averages():
     for apart, steps in run_ranks(static_and_accumulated, 2):
         assert max(apart) < 1e-6
         assert steps == 3
-
-
-class TwoPlayers(nn.Module):
-    """The sum of each given tensor times its matrix, so that the tensor is the matrix's gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.zeros(24, 24)) for _ in range(2))
-
-    def forward(self, given):
-        return sum((getattr(self, name) * x).sum() for name, x in given.items())
-
-
-def in_turns(rank, world_size):
-    """Two optimizers in turns, each of which clears only its own gradients, as those of a GAN that freeze the other
-    player do. By player, how far what was applied and what waits is from the sum of all gradients.
-    """
-    model = TwoPlayers()
-    ddp = wrap(model, find_unused_parameters=True)
-    handle = compress(ddp, "topk:density=0.05+ef", min_numel=64)
-    names = ("first", "second")
-    sums = {name: torch.zeros(24, 24) for name in names}
-    optimizers = {name: torch.optim.SGD([getattr(model, name)], lr=1.0) for name in names}
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(4):
-        for name, optimizer in optimizers.items():
-            x = torch.randn(24, 24, generator=generator)
-            sums[name] += x
-            optimizer.zero_grad()
-            ddp({name: x}).backward()
-            optimizer.step()
-    off = {}
-    for name, waits in residuals(handle).items():
-        mean = (sums[name] - waits.view(24, 24)) / world_size
-        dist.all_reduce(mean)
-        off[name] = float((mean + getattr(model, name).detach()).abs().max())
-    return off
-
-
-def test_a_gradient_with_which_an_optimizer_has_stepped_enters_no_later_average():
-    for off in run_ranks(in_turns, 2):
-        assert off.keys() == {"first", "second"}
-        assert max(off.values()) < 1e-5, off

@@ -49,6 +49,9 @@ class Averager(Handle):
 
     A hook of ``register_post_accumulate_grad_hook`` runs in backward, so it sees this rank's own gradient.
 
+    Where optimizers take turns, as those of a GAN, create an averager for each, and average with that of the optimizer
+    that steps. An average that no optimizer uses would change residuals all the same.
+
     Raises:
         TypeError: something without named parameters.
         ValueError: a spec, a number or a collective that does not exist; nothing to average; two parameters of one
@@ -211,16 +214,18 @@ def end_to_end(parameters: Sequence[Tensor], forms: Sequence[Form], sparse: Coll
     return flat
 
 
-def deliver(averages: Tensor, parameters: Sequence[Tensor], forms: Sequence[Form]) -> None:
-    """Write averages back from the layout of :func:`end_to_end` into the gradients. A frozen parameter without a
-    gradient still gets none.
+def deliver(
+    averages: Tensor, parameters: Sequence[Tensor], forms: Sequence[Form], besides: Collection[Tensor] = ()
+) -> None:
+    """Write averages back from the layout of :func:`end_to_end` into the gradients, besides those of some parameters. A
+    frozen parameter without a gradient still gets none.
     """
     if averages.is_sparse:
         if not _lacks_for_good(parameters[0]):
             parameters[0].grad = averages
         return
     for p, part in zip(parameters, parts_of(averages, forms), strict=True):
-        if not _lacks_for_good(p):
+        if not _lacks_for_good(p) and p not in besides:
             real(local(_gradient(p))).copy_(part)
 
 

@@ -350,6 +350,8 @@ class Averaging:
             compressing=compressing,
             measure=compressing and (total.relative_error is None or number % MEASURE_EVERY == 0),
             seed=self._seed,
+            thrown=self._thrown_away(),
+            keeps=self._keeps_former(),
             facts=facts,
             finished=self._finished,
         )
@@ -365,6 +367,14 @@ class Averaging:
         host has to wait for the device.
         """
         return True
+
+    def _thrown_away(self) -> Sequence[str]:
+        """Return the parameters whose last average no optimizer has used, nor will; each such average once."""
+        return ()
+
+    def _keeps_former(self) -> bool:
+        """Whether averages of the new step may be thrown away, so that what feedback holds now has to be kept."""
+        return False
 
     def _settle(self, *, wait: bool = False) -> None:
         """Read the device's findings about steps for which the host did not wait, as far as they have arrived.

@@ -264,6 +264,7 @@ class Handle(Averaging):
         Tensors in the state are those in use, not copies; save or clone them before the next step.
         """
         self._check_between_steps("state_dict")
+        self._saves()
         return {
             "version": VERSION,
             "spec": str(self.compression),
@@ -276,8 +277,9 @@ class Handle(Averaging):
             "rank": self._peers.rank,
             "world_size": self._peers.size,
             "memory formats": self.layers.memory_formats,
-            "feedback": self.layers.state.state_dict() if self.layers.state else {},
-            "others": {name: state.state_dict() for name, state in self.layers.states.items() if name},
+            "feedback": self.layers.unused.saved(self.layers.state) if self.layers.state else {},
+            "others": {name: self.layers.unused.saved(state) for name, state in self.layers.states.items() if name},
+            "in turns": self._keeps_former(),
             "controller": self._controller.state_dict(),
         }
 
@@ -356,9 +358,20 @@ class Handle(Averaging):
         self._open_pairs()
         self._step, self._epoch = mine["step"], mine["epoch"]
         self._paused = mine["paused"]
+        self._go_on(in_turns=mine.get("in turns", True))
         self._seed = mine["seed"]
         self._loss_scale.value = mine["loss_scale"] or 1.0  # None in older states: gradients were not scaled
         self._total, self._last, self._sent, self._errors, self._unread = StepStats(), StepStats(), {}, {}, []
+
+    def _saves(self) -> None:
+        """Decide which averages that wait will be used: a state that is saved is without the others."""
+
+    def _go_on(self, *, in_turns: bool) -> None:
+        """Forget who has used which averages: a state was loaded, and no average waits.
+
+        Args:
+            in_turns: whether averages may be thrown away, because optimizers take turns.
+        """
 
     def _state_facts(self, state: Mapping[str, Any]) -> Facts:
         """Return what must be equal in the states that ranks load."""

@@ -17,6 +17,7 @@ from narrowband.adapt.policy import as_choice
 from narrowband.adapt.traffic import Traffic
 from narrowband.averaging.mixing import for_gradients, spec_beside
 from narrowband.averaging.parameters import Parameters
+from narrowband.averaging.unused import Unused
 from narrowband.codecs import Codec, Identity
 from narrowband.collectives import Collective, Exchange, LayerCollectives, all_reduce_nbytes, collective
 from narrowband.feedback import Compression, Feedback, Layout, State, available, compression, methods
@@ -98,6 +99,8 @@ class Layers:
         self._other_states: dict[str, State] = {}  # other kinds of feedback, by name, created when a layer needs them
         #: What the vectors of small parameters have if it is not the default.
         self.small = self.all_beside([("small", small)])[0] if small not in ("uncompressed", "fused") else None
+        #: What feedback held before averages that no optimizer has used yet.
+        self.unused = Unused(self._state_of_parameter)
         self._overrides: dict[str, Compression] = {}
         self._override_texts: dict[str, str] | None = None  # a cache; None after a change
         self._warned: set[str] = set()
@@ -196,6 +199,10 @@ class Layers:
             self._other_states[name] = replace(feedback)  # type: ignore[type-var]
         return self._other_states[name]
 
+    def _state_of_parameter(self, name: str) -> State | None:
+        """Return the feedback that a parameter's average changes: of small parameters, only what observes all."""
+        return self._state_of(self.spec_for(name)) if self.parameters.by_name[name].compressed else self.observer
+
     def collective_for(self, chosen: Compression) -> type[Exchange]:
         """Return the collective for payloads of this codec and feedback."""
         return self._collectives.of(chosen)
@@ -233,6 +240,7 @@ class Layers:
         for name, was in before.items():
             now = self._state_of(self.spec_for(name))
             if was is not None and now is not None and was is not now:
+                self.unused.forget([name])
                 residual = was.take_residual(name)
                 if residual is not None:
                     now.add_residual(name, residual)
@@ -348,7 +356,7 @@ class Layers:
     @property
     def residual_nbytes(self) -> int:
         """Bytes of memory that feedback takes on this rank."""
-        return sum(state.nbytes for state in self.states.values())
+        return sum(state.nbytes for state in self.states.values()) + self.unused.nbytes
 
     def merged(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
         """Merge the saved feedback of all former ranks into what each present rank starts with, by state name. Call
@@ -401,6 +409,7 @@ class Layers:
         """Resume with these specs and the saved feedback by state name. Call :meth:`check_load` on both before."""
         device = self.parameters.device
         self._overrides, self._other_states = {}, {}
+        self.unused.clear()
         self.set(specs)
         for name, state in self.states.items():
             state.load_state_dict({key: value.to(device) for key, value in saved.get(name, {}).items()})
@@ -409,6 +418,7 @@ class Layers:
         """Free the memory that feedback takes."""
         self.state = self.default.new_feedback()
         self._other_states.clear()
+        self.unused.clear()
 
     def _check_kind(self, saved: Mapping[str, Mapping[str, Tensor]], saved_with: str) -> None:
         """Raise ValueError if the saved feedback is incremental and the model's is not, or the other way round."""

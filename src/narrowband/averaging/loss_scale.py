@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
 
-    from narrowband.feedback import State
-
 __all__ = ["LossScale"]
+
+
+class Scaled(Protocol):
+    """What is kept in the unit of the scaled gradients."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply it by ``factor``."""
 
 
 class LossScale:
@@ -26,7 +31,7 @@ class LossScale:
         #: The scale of the residuals: that of the last step; 1 before the first step, when there are no residuals.
         self.value = 1.0
 
-    def update(self, states: Iterable[State]) -> None:
+    def update(self, states: Iterable[Scaled]) -> None:
         """Multiply residuals by the change of the scale since the last step, which may have been before a resume."""
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # 1 if the scaler is disabled
         if self.value != scale:

@@ -57,10 +57,11 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "controller": ("a dictionary", _is_mapping),
     "memory formats": ("a dictionary", _is_mapping),
+    "in turns": ("True or False", lambda value: isinstance(value, bool)),
 }
 
 #: Keys that states of earlier releases lack.
-_ADDED = ("memory formats",)
+_ADDED = ("memory formats", "in turns")
 
 #: Keys whose values must be equal in the states of all ranks.
 _SHARED = ("spec", "step", "epoch", "paused", "seed", "loss_scale", "world_size")

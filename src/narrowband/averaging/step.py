@@ -145,6 +145,8 @@ class Step:
         compressing: whether anything is compressed in this step.
         measure: whether the relative error is measured.
         seed: of the run.
+        thrown: names of parameters whose last average was thrown away.
+        keeps: whether averages of this step may be thrown away, too, so that what feedback holds now is kept.
         facts: what this rank is about to do, to compare with other ranks.
         finished: called when all averages have been written, before any future is resolved. Its arguments: statistics
             of the step, bytes by layer, relative errors by layer (if measured), and the device's findings (or None).
@@ -159,12 +161,15 @@ class Step:
         compressing: bool,
         measure: bool,
         seed: int,
+        thrown: Sequence[str],
+        keeps: bool,
         facts: Facts,
         finished: Callable[[StepStats, Mapping[str, int], Mapping[str, float], Findings | None], None],
     ) -> None:
         self._parts = parts
         self._layers, self._peers, self._engine = parts.layers, parts.peers, parts.engine
         self._number, self._seed, self._facts, self._finished = number, seed, facts, finished
+        self._thrown, self._keeps = thrown, keeps
         self.codec = codec
         self.compressing = compressing
         self._unclipped: list[Group] = []  # held back until the norm of all groups is known
@@ -229,11 +234,14 @@ class Step:
             self._exchange(group, last=last)
 
     def _begin(self) -> None:
-        """Do what precedes all messages: rescale residuals, compare facts with other ranks, let the policy decide."""
+        """Do what precedes all messages: take back averages that were thrown away, rescale residuals, compare facts
+        with other ranks, let the policy decide.
+        """
         begin, parts = time.perf_counter(), self._parts
         if self._goes_ahead:
             self.findings = Findings(self._layers.parameters.device)  # allocated on the engine's stream
-        parts.loss_scale.update(self._layers.states.values())
+        self._layers.unused.take_back(self._thrown)
+        parts.loss_scale.update([*self._layers.states.values(), self._layers.unused])
         if parts.rates is not None:
             observer = self._layers.observer
             assert observer is not None
@@ -270,6 +278,9 @@ class Step:
     def _exchange(self, group: Group, *, last: bool) -> None:
         """Encode a group, or start its uncompressed average. Send what is due, and at the last group all the rest."""
         buffer, observer = group.buffer, self._layers.observer
+        if self._keeps:
+            for parameter in group.parameters:
+                self._layers.unused.keep(parameter.name, empty=self._number == 0)
         if not group.parameters:  # this rank has no part of the bucket
             pass
         elif buffer.is_sparse:

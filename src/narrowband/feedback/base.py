@@ -59,6 +59,8 @@ class State(ABC):
     commits_arrivals: ClassVar[bool] = False
     #: True: the caller has to pass every uncompressed average to :meth:`advance_uncompressed`.
     observes_uncompressed: ClassVar[bool] = False
+    #: Whether :meth:`put_back` works: what it keeps concerns this rank alone.
+    puts_back: ClassVar[bool] = False
 
     @property
     def codec(self) -> Codec:
@@ -208,6 +210,17 @@ class State(ABC):
     def add_residual(self, key: str, residual: Tensor) -> None:
         """Set the residual under ``key``, flat float32, whether or not there was one."""
         raise TypeError(f"{self.name} cannot take over a residual")
+
+    def entries(self, key: str) -> dict[str, Tensor]:
+        """Return what :meth:`put_back` restores: the part of :meth:`state_dict` that averages of this key change."""
+        return {}
+
+    def put_back(self, key: str, entries: Mapping[str, Tensor]) -> None:
+        """Replace what is kept under ``key`` by former :meth:`entries`, whose memory the state owns from now on.
+
+        Where :attr:`puts_back`. Averages that were encoded in the meantime then have no effect on later ones.
+        """
+        raise TypeError(f"{self.name} cannot restore the state of one tensor: all ranks hold a part of it")
 
     @abstractmethod
     def scale(self, factor: float) -> None:

@@ -112,6 +112,7 @@ class DGC(Feedback):
     mixes: ClassVar[bool] = False  # momentum is applied either here or in the optimizer, for the whole model
     observes_uncompressed: ClassVar[bool] = True
     commits_arrivals: ClassVar[bool] = True
+    puts_back: ClassVar[bool] = True
 
     density: float = field(default=0.001, metadata={"always": True})
     momentum: float = 0.9
@@ -438,6 +439,26 @@ class DGC(Feedback):
     def nbytes(self) -> int:
         exact = sum(x.nbytes for states in (self._now, self._before, self._uncompressed) for x in states.values())
         return exact + sum(kept.nbytes for pair in self._kept.values() for kept in pair)
+
+    def entries(self, key: str) -> dict[str, Tensor]:
+        found = {"uncompressed": self._uncompressed[key]} if key in self._uncompressed else {}
+        if self.store == "fp32":
+            found |= {"now": self._now[key], "before": self._before[key]} if key in self._now else {}
+        elif key in self._kept:
+            now, velocity = self._kept[key]
+            found |= {"now": now.read(), "velocity": velocity.read()}
+        return {f"{room}/{key}": x for room, x in found.items()}
+
+    def put_back(self, key: str, entries: Mapping[str, Tensor]) -> None:
+        rooms = {name.partition("/")[0]: x for name, x in entries.items()}
+        for held in (self._now, self._before, self._kept, self._uncompressed):
+            held.pop(key, None)
+        if "uncompressed" in rooms:
+            self._uncompressed[key] = rooms["uncompressed"]
+        if "before" in rooms:
+            self._now[key], self._before[key] = rooms["now"], rooms["before"]
+        elif "now" in rooms:
+            self._kept[key] = (Kept(rooms["now"], self.store), Kept(rooms["velocity"], self.store))
 
     # ---- what travels uncompressed -----------------------------------------------------------------------------------
 

@@ -117,6 +117,7 @@ class ErrorFeedback(Feedback):
     name: ClassVar[str] = "ef"
     keeps_owner_errors: ClassVar[bool] = True
     commits_arrivals: ClassVar[bool] = True
+    puts_back: ClassVar[bool] = True
     #: Whether the residual by itself chooses a part of what is sent. Then it must be kept apart from the tensor: an
     #: update that already contains the residual leaves nothing to choose by.
     chooses_by_residual: ClassVar[bool] = False
@@ -349,6 +350,15 @@ class ErrorFeedback(Feedback):
         else:
             self._kept[key] = Kept(residual, self.store)
 
+    def entries(self, key: str) -> dict[str, Tensor]:
+        residual, own = self.residual(key), self._owner_errors.get(key)
+        return ({} if residual is None else {key: residual}) | ({} if own is None else {own.name(key): own.error})
+
+    def put_back(self, key: str, entries: Mapping[str, Tensor]) -> None:
+        for held in (self._residuals, self._kept, self._owner_errors):
+            held.pop(key, None)
+        self._add(entries)
+
     def scale(self, factor: float) -> None:
         for residual in self._residuals.values():
             residual.mul_(factor)
@@ -378,13 +388,22 @@ class ErrorFeedback(Feedback):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._residuals, self._owner_errors, self._kept = {}, {}, {}
-        for name, value in state.items():
-            own = value.detach().reshape(-1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        flat = torch.contiguous_format
+        self._add(
+            {
+                name: value.detach().reshape(-1).to(torch.float32, copy=True, memory_format=flat)
+                for name, value in state.items()
+            }
+        )
+
+    def _add(self, entries: Mapping[str, Tensor]) -> None:
+        """Add entries of a state, whose memory becomes this state's."""
+        for name, value in entries.items():
             place = _OWNER.fullmatch(name)
             if place is None:
-                self.add_residual(name, own)
+                self.add_residual(name, value)
             else:
-                self._owner_errors[place["key"]] = _OwnerError(int(place["start"]), int(place["ranks"]), own)
+                self._owner_errors[place["key"]] = _OwnerError(int(place["start"]), int(place["ranks"]), value)
 
     def check_state(self, state: Mapping[str, object]) -> None:
         super().check_state(state)

@@ -58,6 +58,7 @@ class PowerSGD(State):
     name: ClassVar[str] = "powersgd"
     brings_codec: ClassVar[bool] = True
     takes_activations: ClassVar[bool] = False
+    puts_back: ClassVar[bool] = True
 
     rank: int = field(default=4, metadata={"always": True})
     iterations: int = 1
@@ -212,6 +213,20 @@ class PowerSGD(State):
             room[at].view(-1).copy_(residual)
         else:
             self._places[key] = (residual.view(1, -1), 0)
+
+    def entries(self, key: str) -> dict[str, Tensor]:
+        """Return the residual. Factors are equal on all ranks, and only where the next step starts."""
+        residual = self.residual(key)
+        return {} if residual is None else {f"residual/{key}": residual}
+
+    def put_back(self, key: str, entries: Mapping[str, Tensor]) -> None:
+        self._sent.pop(key, None)
+        former = entries.get(f"residual/{key}")
+        if former is not None:
+            self.add_residual(key, former)
+        elif key in self._places:
+            room, at = self._places[key]
+            room[at].zero_()
 
     def sent_factors(self, key: str) -> tuple[Tensor, Tensor] | None:
         """Return the factors that were sent and whose product :meth:`matrix` still contains, or None."""

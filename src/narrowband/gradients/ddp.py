@@ -84,7 +84,9 @@ class DDPCompression(GradientCompression):
         self._coming: list[list[str]] = []
         self._hook = weakref.ref(hook)
         self._model = weakref.ref(model)
-        self._steps = Steps(self, (p for _, p in averaged_by(model)), settings.grad_scaler) if self.size > 1 else None
+        if self.size > 1:
+            views = model.gradient_as_bucket_view and model.find_unused_parameters
+            self._steps = Steps(self, averaged_by(model), settings.grad_scaler, views=views)
         hook.attach(self)
 
     def _delivers_all(self, *, in_backward: bool) -> bool:
@@ -137,25 +139,26 @@ class DDPCompression(GradientCompression):
             self._begin()
         parameters = [self.layers.parameters.by_tensor[p] for p in bucket.parameters()]
         self._coming.append([parameter.name for parameter in parameters if parameter.compressed])
-        if not self._all_used and self.layers.stateful:
-            self._leave_out(bucket)
+        self._leave_out(bucket)
         last = self._is_last(bucket)
         if last:
             self._buckets, self._coming = [names for names in self._coming if names], []
         return self.feed(bucket.buffer(), [parameter.name for parameter in parameters], last=last)
 
     def _leave_out(self, bucket: GradBucket) -> None:
-        """Set old gradients in a bucket to zero: those with which an optimizer has stepped already.
+        """Set old gradients in a bucket to zero: those with which an optimizer has stepped already, and those that were
+        not finite before.
 
         A parameter that this pass did not use may still have the gradient of an earlier step, as where each optimizer
         of a GAN clears only its own gradients. DDP puts it into the bucket as if it were new, and drops the average if
         no rank used the parameter. Feedback would take it for a gradient that has been sent.
         """
         steps = self._steps
-        if steps is not None:
-            for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if steps.is_used_up(p):
-                    gradient.zero_()
+        if steps is None or not self.layers.stateful or (self._all_used and not steps.waiting.spoilt):
+            return
+        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if steps.waiting.is_spoilt(p) or (not self._all_used and steps.waiting.is_used_up(p)):
+                gradient.zero_()
 
     def _is_last(self, bucket: GradBucket) -> bool:
         """Return whether a bucket is the last of this step. Call it once per bucket.
@@ -177,6 +180,8 @@ class DDPCompression(GradientCompression):
 
     def _note_return(self) -> None:
         self._returned = True
+        if self._steps is not None:
+            self._steps.waiting.averaged()
 
     def _check_join(self) -> None:
         model = self._model()

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.handle import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from narrowband.gradients.steps import Steps
 
 __all__ = ["GradientCompression"]
 
@@ -15,6 +21,7 @@ class GradientCompression(Handle, ABC):
     """The handle of :func:`compress_gradients`. ``repr(handle)`` shows its settings and how much traffic it saved."""
 
     _buckets: list[list[str]]
+    _steps: Steps | None = None  # None for a single rank
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -24,6 +31,25 @@ class GradientCompression(Handle, ABC):
     def _broke_off(self) -> bool:
         """Backward returns only after its step has ended. So a step that is open outside of backward broke off."""
         return self._open_step is not None and not self._open_step.abandoned and not is_in_backward()
+
+    def _thrown_away(self) -> Sequence[str]:
+        return () if self._steps is None else self._steps.waiting.thrown()
+
+    def _keeps_former(self) -> bool:
+        return self._steps is not None and self._steps.waiting.keeps
+
+    def _saves(self) -> None:
+        if self._steps is not None:
+            self._steps.waiting.saves()
+
+    def _go_on(self, *, in_turns: bool) -> None:
+        if self._steps is not None:
+            self._steps.waiting.restart(in_turns=in_turns)
+
+    def remove(self) -> None:
+        super().remove()
+        if self._steps is not None:
+            self._steps.waiting.stop()
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:

@@ -265,6 +265,7 @@ class TwoLevelCompression(DDPCompression):
         if not self._coming:
             self._begin()
             self._raises_later = at_the_end_of_backward(self._raise)
+        self._leave_out(bucket)
         last = self._is_last(bucket)
         names = [self._shard_names[p] for p in parameters if p in self._shard_names]
         by_name = self.layers.parameters.by_name

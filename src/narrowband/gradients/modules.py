@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from narrowband.averaging.averager import deliver, end_to_end
 from narrowband.averaging.core import BROKE_OFF, is_in_backward
-from narrowband.averaging.flat import groups_of
+from narrowband.averaging.flat import groups_of, parts_of
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import begin_with_the_first, groups_of_replica
 from narrowband.averaging.who import averaged_by, bare, ddp_around, forget, remember, units_of
@@ -50,15 +50,17 @@ from narrowband.gradients.steps import Steps
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
+    from narrowband.averaging.flat import Form
     from narrowband.averaging.parameters import Parameter
     from narrowband.averaging.settings import Settings
     from narrowband.codecs import Codec
     from narrowband.collectives import Loan
     from narrowband.feedback import Compression, Method
+    from narrowband.gradients.waiting import Waiting
 
 __all__ = ["ModuleCompression"]
 
@@ -116,7 +118,8 @@ class ModuleCompression(GradientCompression):
         if warning := rounded(module.named_parameters()):
             self.layers.warn_once(warning)
         self._reset()
-        self._steps = Steps(self, by_tensor, settings.grad_scaler) if self.size > 1 else None
+        if self.size > 1:
+            self._steps = Steps(self, ((own.name, p) for p, own in by_tensor.items()), settings.grad_scaler)
         own = weakref.ref(self)
         self._arrivals: dict[Tensor, RemovableHandle] = {p: _tell_of_arrival(p, own) for p in by_tensor}
         self._of_model = model.register_forward_hook(Outputs(own))
@@ -131,6 +134,7 @@ class ModuleCompression(GradientCompression):
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._seen = torch.zeros((), dtype=torch.float32, device=self.device)  # NaN where a gradient was not finite
         self._any = False
+        self._left_out: set[Tensor] = set()  # parameters whose old gradients are not sent
 
     def called(self) -> None:
         """Note that the model was called.
@@ -157,6 +161,8 @@ class ModuleCompression(GradientCompression):
         """
         if self._removed:
             return
+        if self._steps is not None and early:
+            self._steps.waiting.begins()
         if not self._syncing:
             self._unreduced = self._sharded
             if self._steps is not None:
@@ -239,12 +245,30 @@ class ModuleCompression(GradientCompression):
         if at == 0 and self._steps is not None:
             self._steps.averaging()
         group, by_tensor = self._groups[at], self.layers.parameters.by_tensor
+        forms = [by_tensor[p].form for p in group]
         with torch.no_grad():
-            buffer = end_to_end(group, [by_tensor[p].form for p in group], self._sparse)
+            buffer = end_to_end(group, forms, self._sparse)
+            if self._steps is not None and not buffer.is_sparse:
+                waiting = self._steps.waiting
+                if waiting.spoilt or not all(p.requires_grad for p in group):
+                    self._leave_out(buffer, group, forms, waiting)
             if self._replica is not None:
                 self._tell(buffer, at)
         names = [by_tensor[p].name for p in group]
         self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1))
+
+    def _leave_out(self, buffer: Tensor, group: Sequence[Tensor], forms: Sequence[Form], waiting: Waiting) -> None:
+        """Set old gradients to zero: those of frozen parameters with which an optimizer has stepped already, and those
+        that were not finite before.
+        """
+        for p, part in zip(group, parts_of(buffer, forms), strict=True):
+            if waiting.is_spoilt(p) or (not p.requires_grad and waiting.is_used_up(p)):
+                self._left_out.add(p)
+                part.zero_()
+
+    def _delivers_all(self, *, in_backward: bool) -> bool:
+        """See :meth:`Averaging._delivers_all`. False while parameters are frozen, since these get no average."""
+        return all(p.requires_grad for p in self.layers.parameters.by_tensor)
 
     def _tell(self, buffer: Tensor, at: int) -> None:
         """Look for inf and NaN in a group. At group ``_tells_at``, compare with the replica's ranks, and fill the
@@ -279,7 +303,9 @@ class ModuleCompression(GradientCompression):
             if self._any:  # otherwise this backward reached none of the model's parameters
                 by_tensor = self.layers.parameters.by_tensor
                 for group, future in zip(self._groups, self._futures, strict=True):
-                    deliver(future.wait(), group, [by_tensor[p].form for p in group])
+                    deliver(future.wait(), group, [by_tensor[p].form for p in group], self._left_out)
+                if self._steps is not None:
+                    self._steps.waiting.averaged()
         finally:
             self._reset()
         module = self._module()

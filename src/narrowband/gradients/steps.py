@@ -5,8 +5,8 @@ Feedback assumes that every average is used exactly once. Some training loops br
 1. The optimizer steps inside backward, parameter by parameter, before the averages have arrived.
 2. Gradients accumulate over several backward passes that are all averaged. Averages then enter the next average as if
    they were new gradients, and ``dgc`` applies momentum to them once more.
-3. Averages are discarded, such as those of a GAN's discriminator while its generator learns. The residual of these
-   averages is sent with later gradients.
+3. Averages are thrown away, such as those of a GAN's discriminator while its generator learns
+   (:mod:`narrowband.gradients.waiting`).
 4. The model is called, but its gradients bypass the hooks: they come from ``torch.autograd.grad``, or the module was
    converted (``.half()``, ``.to()``) inside DistributedDataParallel, which then gets none of them.
 
@@ -23,7 +23,7 @@ import enum
 import functools
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -33,18 +33,16 @@ from narrowband.averaging.flat import local
 from narrowband.averaging.optim import check_momentum
 from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
+from narrowband.gradients.waiting import Averages, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
-    from narrowband.averaging.layers import Layers
-    from narrowband.averaging.stats import StepStats
     from narrowband.feedback import State
-    from narrowband.stats import Stats
 
-__all__ = ["STEPS_WITHOUT_AVERAGE", "Averages", "Steps", "Turn"]
+__all__ = ["STEPS_WITHOUT_AVERAGE", "Steps", "Turn"]
 
 #: The step in a row with gradients that were not averaged at which an optimizer raises an error. A single one may be
 #: the user's own warm-up; three in a row are a training loop.
@@ -53,29 +51,6 @@ STEPS_WITHOUT_AVERAGE = 3
 #: How many callers of an optimizer's step are searched for a gradient scaler. PyTorch, schedules of the learning rate
 #: and trainers wrap the method, each in a frame or two.
 _CALLERS = 24
-
-
-class Averages(Protocol):
-    """What this module needs of a handle."""
-
-    @property
-    def layers(self) -> Layers:
-        """The layers that are averaged."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether averages are uncompressed for now."""
-
-    @property
-    def removed(self) -> bool:
-        """Whether the handle was removed and averages nothing any more."""
-
-    @property
-    def step(self) -> int:
-        """How many steps were averaged, also before a resume whose state was loaded."""
-
-    def stats(self) -> Stats[StepStats]:
-        """Statistics of the steps so far."""
 
 
 class Turn(enum.Enum):
@@ -109,21 +84,26 @@ class Steps:
 
     Args:
         handle: the handle that averages. It keeps this object alive, not the other way round.
-        parameters: the parameters whose gradients the handle averages, as optimizers know them.
+        named: name and tensor of each parameter whose gradient the handle averages, as optimizers know them.
         scaler: the gradient scaler that the handle was given.
+        views: whether gradients are views of DDP's buckets.
     """
 
     def __init__(
-        self, handle: Averages, parameters: Iterable[Tensor], scaler: torch.amp.GradScaler | None = None
+        self,
+        handle: Averages,
+        named: Iterable[tuple[str, Tensor]],
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        views: bool = False,
     ) -> None:
         self._handle = weakref.ref(handle)
         self._scaler = scaler
-        self._ours = {id(p): weakref.ref(p) for p in parameters if p.requires_grad}
+        #: Which averages wait for an optimizer.
+        self.waiting = Waiting(handle, list(named), views=views)
         self._state = Turn.USED
         #: The id of the optimizer that is stepping now; None between two steps; "nobody" before the first.
         self._stepping: int | Literal["nobody"] | None = "nobody"
-        #: The id of a parameter → the gradient with which an optimizer stepped last, and its version.
-        self._used_up: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._momentum_said = False
         self._set_up_checked = False
         #: How many steps in a row each optimizer has made with gradients that were not averaged.
@@ -131,15 +111,9 @@ class Steps:
         _listen()
         _all.add(self)
 
-    def is_used_up(self, p: Tensor) -> bool:
-        """Whether a parameter's gradient is still the one with which an optimizer has stepped. Then no backward pass
-        has added to it since.
-        """
-        gradient, found = p.grad, self._used_up.get(id(p))
-        return found is not None and gradient is not None and found[0]() is gradient and found[1] == gradient._version
-
     def called(self) -> None:
         """Note that the model was called, and that the gradients of this call will be averaged."""
+        self.waiting.called(stepped=self._state is not Turn.AVERAGED or self._stepping is not None)
         if self._state is Turn.USED:
             self._state = Turn.CALLED
 
@@ -150,7 +124,9 @@ class Steps:
 
     def averaging(self) -> None:
         """Note that a step's gradients are about to be averaged. Warn if the last average was not used."""
-        if self._state is Turn.AVERAGED and self._stepping is None:
+        self.waiting.begins()
+        taken_back = self.waiting.keeps and not self.waiting.any
+        if self._state is Turn.AVERAGED and self._stepping is None and not taken_back:
             self._warn()
         self._state = Turn.AVERAGED
         self._local.clear()
@@ -190,6 +166,7 @@ class Steps:
         if first.grad is not None or any(p.grad is not None for p in ours):  # with a closure, gradients come later
             self._use(optimizer, handle)
         self._stepping = id(optimizer)
+        self.waiting.steps(optimizer)
 
     def _use(self, optimizer: torch.optim.Optimizer, handle: Averages) -> None:
         """Check a step of an optimizer whose gradients have been computed."""
@@ -259,17 +236,12 @@ class Steps:
             self._stepping = None
             if self._state is Turn.AVERAGED:
                 self._state = Turn.USED
-            for p in self._of(optimizer):
-                if p.grad is not None:
-                    self._used_up[id(p)] = (weakref.ref(p.grad), p.grad._version)
+        if ours := list(self._of(optimizer)):
+            self.waiting.stepped(ours)
 
     def _of(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """Yield the parameters that both the optimizer and the handle have."""
-        return (p for group in optimizer.param_groups for p in group["params"] if self._is_ours(p))
-
-    def _is_ours(self, p: Tensor) -> bool:
-        reference = self._ours.get(id(p))
-        return reference is not None and reference() is p
+        return (p for group in optimizer.param_groups for p in group["params"] if self.waiting.is_ours(p))
 
 
 def _says_something(p: Tensor) -> bool:

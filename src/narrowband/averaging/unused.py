@@ -1,0 +1,85 @@
+"""Averages that no optimizer used, and what feedback held before them.
+
+Feedback takes an average for something that will be applied: what was sent leaves the residual, and the rest of the
+gradient waits there. Where optimizers take turns, as those of a GAN, this is wrong for some averages. The generator's
+loss also gives the discriminator gradients. They are averaged, cleared, and never applied. So what feedback held before
+is kept until an optimizer has used the average. If the average is thrown away, feedback gets that back: what was
+applied and what waits is then the sum of the gradients that optimizers have stepped with.
+
+Who has used what is noted elsewhere (:mod:`narrowband.gradients.waiting`). A run in which every average is used keeps
+nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+
+    from narrowband.feedback import State
+
+__all__ = ["Unused"]
+
+
+class Unused:
+    """What feedback held before averages that no optimizer has used yet, by the name of the parameter.
+
+    Args:
+        state_of: returns the feedback that a parameter has now; None if it has none.
+    """
+
+    def __init__(self, state_of: Callable[[str], State | None]) -> None:
+        self._state_of = state_of
+        self._former: dict[str, dict[str, Tensor]] = {}  # in the form of State.entries
+
+    def keep(self, name: str, *, empty: bool) -> None:
+        """Keep a copy of what feedback holds of a parameter that is about to be averaged, unless the average before
+        waits still.
+
+        Args:
+            name: of the parameter.
+            empty: whether feedback holds nothing yet, or zeros.
+        """
+        state = self._state_of(name)
+        if state is not None and state.puts_back and name not in self._former:
+            self._former[name] = {} if empty else {entry: x.clone() for entry, x in state.entries(name).items()}
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop what was kept of these parameters: their averages were used."""
+        for name in names:
+            self._former.pop(name, None)
+
+    def take_back(self, names: Iterable[str]) -> None:
+        """Give feedback back what it held before the averages of these parameters, as far as that was kept."""
+        for name in names:
+            former, state = self._former.pop(name, None), self._state_of(name)
+            if former is not None and state is not None:
+                state.put_back(name, former)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._former.clear()
+
+    def scale(self, factor: float) -> None:
+        """Multiply everything by ``factor``, as :meth:`State.scale`."""
+        for entries in self._former.values():
+            for x in entries.values():
+                x.mul_(factor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that is taken."""
+        return sum(x.nbytes for entries in self._former.values() for x in entries.values())
+
+    def saved(self, state: State) -> dict[str, Tensor]:
+        """Return a feedback's state without the averages that wait: a run that resumes has no gradients."""
+        found = state.state_dict()
+        for name, former in self._former.items():
+            if self._state_of(name) is state:
+                for entry in state.entries(name):
+                    found.pop(entry, None)
+                found |= former
+        return found

@@ -1,0 +1,380 @@
+"""Follow, parameter by parameter, whether an optimizer has used its average.
+
+An average *waits* from the end of its backward pass until an optimizer has stepped with it. It is *thrown away* if the
+user clears it before. Feedback then takes it back (:mod:`narrowband.averaging.unused`), in the next step in which
+the parameter is averaged. A waiting average that is still in ``.grad`` when the next backward pass begins becomes a
+part of the next average, and goes on waiting.
+
+Whether a gradient was cleared must be seen before backward adds to it. So hooks on the parameters run when their
+gradients are computed; the first of them looks at all.
+
+All this takes time and memory, so it is only done while it may be of use: in the first steps, until every parameter was
+stepped with; and for good, once an average was thrown away. In between, a step of an optimizer that has only a part of
+the parameters shows that it may be time again. Nothing is done where a single optimizer steps with everything.
+
+Averages of parameters that no optimizer of PyTorch's has count as used: the training loop may apply them itself.
+
+A step that is not finite fills all averages with NaN, and a gradient scaler skips it. Where another optimizer's turn
+comes next, this NaN may still be in gradients that are not cleared yet. It must not make that step skipped, too. So
+such gradients are sent as zeros (:meth:`Waiting.is_spoilt`), and are NaN again afterwards.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from narrowband.averaging.flat import local
+from narrowband.averaging.step import fill_with_nan
+from narrowband.compiler import unseen
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
+
+    from narrowband.averaging.layers import Layers
+    from narrowband.averaging.stats import StepStats
+    from narrowband.stats import Stats
+
+__all__ = ["Averages", "Waiting"]
+
+
+class Averages(Protocol):
+    """What this module needs of a handle."""
+
+    @property
+    def layers(self) -> Layers:
+        """The layers that are averaged."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether averages are uncompressed for now."""
+
+    @property
+    def removed(self) -> bool:
+        """Whether the handle was removed and averages nothing any more."""
+
+    @property
+    def step(self) -> int:
+        """How many steps were averaged, also before a resume whose state was loaded."""
+
+    def stats(self) -> Stats[StepStats]:
+        """Statistics of the steps so far."""
+
+
+class Waiting:
+    """The averages of one handle that wait for an optimizer.
+
+    Args:
+        handle: the handle that averages.
+        named: name and tensor of each parameter whose gradient it averages, as optimizers know them.
+        views: whether gradients are views of DDP's buckets, whose versions change whenever anything is sent.
+    """
+
+    def __init__(self, handle: Averages, named: Iterable[tuple[str, Tensor]], *, views: bool) -> None:
+        self._handle = weakref.ref(handle)
+        self._names = {id(p): name for name, p in named if p.requires_grad}
+        self._ours = {id(p): weakref.ref(p) for _, p in named if p.requires_grad}
+        self._views = views
+        #: Whether a step without a residual cannot go wrong: nothing is followed.
+        self._off = not handle.layers.stateful
+        self._beginning = not self._off
+        self._in_turns = False
+        self._fresh = False  # whether averages have arrived, and no optimizer has stepped since
+        self._waiting: set[int] = set()
+        self._thrown: set[int] = set()
+        self._spoilt: set[int] = set()  # parameters whose gradients were NaN before this step
+        self._owned: set[int] = set()  # parameters that an optimizer has
+        self._stepped: set[int] = set()  # those that one has stepped with, in the beginning
+        self._searched = False
+        self._steps_now: weakref.ref[torch.optim.Optimizer] | None = None
+        self._before: set[int] = set()  # what waited when it began to step
+        #: The id of a parameter → the gradient with which an optimizer stepped last, and its version.
+        self._used_up: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._reached: set[int] = set()  # parameters that a backward pass has reached since; if there are hooks
+        self._hooks: list[RemovableHandle] = []
+        self._looked: int | None = None  # the last backward pass that has begun
+        if views and not self._off:
+            self._hook()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether averages may be thrown away, so that what feedback holds before them has to be kept."""
+        return self._beginning or self._in_turns
+
+    @property
+    def any(self) -> bool:
+        """Whether averages wait, as far as they are followed."""
+        return bool(self._waiting)
+
+    def restart(self, *, in_turns: bool) -> None:
+        """Forget everything: a state was loaded, and no average waits.
+
+        Args:
+            in_turns: whether averages may be thrown away.
+        """
+        self._beginning, self._in_turns = in_turns and not self._off, False
+        self._fresh = self._searched = False
+        for some in (self._waiting, self._thrown, self._spoilt, self._owned, self._stepped):
+            some.clear()
+
+    def is_ours(self, p: Tensor) -> bool:
+        """Whether the handle averages this tensor's gradient."""
+        reference = self._ours.get(id(p))
+        return reference is not None and reference() is p
+
+    def is_used_up(self, p: Tensor) -> bool:
+        """Whether a parameter's gradient is still the one with which an optimizer has stepped. Then no backward pass
+        has added to it since.
+        """
+        gradient, found = p.grad, self._used_up.get(id(p))
+        if found is None or gradient is None or found[0]() is not gradient:
+            return False
+        return id(p) not in self._reached if self._views else found[1] == _version(gradient)
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether any gradient was not finite before the backward pass that runs."""
+        return bool(self._spoilt)
+
+    def is_spoilt(self, p: Tensor) -> bool:
+        """Whether a parameter's gradient was not finite before the backward pass that runs."""
+        return id(p) in self._spoilt
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def called(self, *, stepped: bool) -> None:
+        """Note that the model was called, so that a backward pass may follow.
+
+        Args:
+            stepped: whether an optimizer has stepped since the last average.
+        """
+        if not (stepped or self._off or self.keeps or self._waiting) and self._was_skipped():
+            self._wait()
+        if self._waiting and not self._hooks:
+            self._hook()
+        elif self._hooks and not (self._waiting or self.keeps or self._views):
+            self._unhook()
+
+    def averaged(self) -> None:
+        """Note that averages were written into the gradients."""
+        self._fresh = True
+        if self._spoilt:
+            for key, p in self._present():
+                if key in self._spoilt and p.grad is not None:
+                    fill_with_nan(local(p.grad))
+            self._spoilt.clear()
+        if self.keeps:
+            self._wait()
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer is about to step. If it runs backward itself, it uses every average of that time."""
+        self._steps_now, self._before = weakref.ref(optimizer), set(self._waiting)
+
+    def stepped(self, parameters: Sequence[Tensor]) -> None:
+        """Note that an optimizer has stepped.
+
+        Args:
+            parameters: those of the handle's parameters that it has.
+        """
+        self._steps_now = None
+        for p in parameters:
+            if p.grad is not None:
+                self._used_up[id(p)] = (weakref.ref(p.grad), _version(p.grad))
+                self._reached.discard(id(p))
+        fresh, self._fresh = self._fresh, False
+        if self._off or not (self.keeps or self._waiting or (fresh and len(parameters) < len(self._ours))):
+            return
+        own = set(map(id, parameters))
+        self._owned |= own
+        if fresh and not self.keeps:
+            self._wait(besides=own)
+        self._use({id(p) for p in parameters if p.grad is not None})
+        if self._beginning:
+            self._stepped |= own
+            if len(self._stepped) < len(self._ours):
+                self._use_without_owner(set(self._ours))
+            if not self._waiting and self._owned <= self._stepped:
+                self._end_beginning()
+
+    def begins(self) -> None:
+        """Note that a backward pass is about to add to gradients, or that gradients are about to be averaged: find out
+        which of the waiting averages were thrown away.
+        """
+        running = torch._C._current_graph_task_id()  # noqa: SLF001 - as torch.autograd.graph does
+        if running != -1 and self._looked == running:
+            return
+        self._looked = running
+        self._spoilt.clear()
+        if not self._waiting:
+            return
+        optimizer = None if self._steps_now is None else self._steps_now()
+        if optimizer is not None:
+            own = {id(p) for group in optimizer.param_groups for p in group["params"] if self.is_ours(p)}
+            self._owned |= own
+            self._use(own - self._before)
+        skipped = self._was_skipped() if not self._in_turns else False
+        cleared = self._cleared()
+        if not self._owned:  # no optimizer has stepped: training does without, or a scaler skips its first steps
+            self._use(set(self._waiting))
+            if self._beginning and not skipped:
+                self._end_beginning()
+            return
+        self._use_without_owner(set(self._waiting))
+        thrown = cleared & self._waiting
+        self._thrown |= thrown
+        self._waiting -= thrown
+        if thrown and not self._in_turns and not skipped:
+            self._begin_turns(thrown)
+
+    def saves(self) -> None:
+        """Note that a state is about to be saved, in which no average waits."""
+        self._use_without_owner(set(self._waiting))
+
+    def thrown(self) -> list[str]:
+        """Return the names of parameters whose last average was thrown away, each such average once."""
+        found, self._thrown = self._thrown, set()
+        return [self._names[key] for key in self._names if key in found] if found else []
+
+    # ---- how ---------------------------------------------------------------------------------------------------------
+
+    def _wait(self, besides: Collection[int] = ()) -> None:
+        """Let averages wait that have just arrived, besides those of these parameters."""
+        for key, p in self._present():
+            if key in besides or (self._searched and key not in self._owned):
+                continue
+            if p.grad is not None and local(p.grad).numel() and not self.is_used_up(p):
+                self._waiting.add(key)
+                self._before.discard(key)
+                self._thrown.discard(key)
+        if self.keeps and not self._hooks:
+            self._hook()
+
+    def _use_without_owner(self, keys: set[int]) -> None:
+        """Note that averages were used if their parameters are in no optimizer."""
+        if not keys <= self._owned and not self._searched:
+            self._searched = True
+            self._owned.update(id(p) for p in _all_parameters_of_optimizers() if self.is_ours(p))
+        self._use(keys - self._owned)
+
+    def _use(self, keys: set[int]) -> None:
+        """Note that averages were used."""
+        handle = self._handle()
+        if handle is not None and keys:
+            handle.layers.unused.forget(self._names[key] for key in keys & self._waiting)
+        self._waiting -= keys
+
+    def _cleared(self) -> set[int]:
+        """Return which of the waiting averages are gone, and note which are not finite. Waits for the parameters'
+        device, unless all are gone.
+        """
+        cleared, there = set(), []
+        for key, p in self._present():
+            if key in self._waiting:
+                gradient = None if p.grad is None else local(p.grad)
+                if gradient is None:
+                    cleared.add(key)
+                elif gradient.is_sparse:
+                    there.append((key, gradient.coalesce().values()))
+                else:
+                    there.append((key, gradient))
+        some = [(key, x) for key, x in there if x.numel()]
+        if some:
+            norms = torch.stack([norm.float() for norm in torch._foreach_norm([x for _, x in some], math.inf)]).tolist()
+            cleared.update(key for (key, _), norm in zip(some, norms, strict=True) if norm == 0)
+            self._spoilt.update(key for (key, _), norm in zip(some, norms, strict=True) if not math.isfinite(norm))
+        return cleared
+
+    def _was_skipped(self) -> bool:
+        """Whether the last step was not finite, so that a gradient scaler skips it, and nothing of it was kept."""
+        handle = self._handle()
+        return handle is not None and bool(handle.stats().last.skipped)
+
+    def _end_beginning(self) -> None:
+        self._beginning = False
+        handle = self._handle()
+        if handle is not None and not self._in_turns:
+            handle.layers.unused.clear()
+        if not self.keeps and not self._views:
+            self._unhook()
+
+    def _begin_turns(self, thrown: set[int]) -> None:
+        self._in_turns = True
+        handle = self._handle()
+        if handle is None:
+            return
+        names = [name for key, name in self._names.items() if key in thrown]
+        lost = sorted({state.name for state in handle.layers.states.values() if not state.puts_back})
+        lost += ["the vector of small parameters"] if handle.layers.fuses_small else []
+        some = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+        freeze = "freeze such parameters (requires_grad_(False)) in a pass that is not theirs, or run it in no_sync()"
+        becomes = (
+            f"{' and '.join(lost)} cannot take that back, so it has an effect on later averages: {freeze}"
+            if lost
+            else "From now on, residuals get back what such averages took or left, for which a copy of them is kept. "
+            f"To save that memory and the traffic, {freeze}"
+        )
+        handle.layers.warn_once(
+            f"averages of {len(names)} of {len(self._names)} parameters ({some}) were sent for nothing: they were "
+            "cleared before an optimizer stepped with them, such as those of a GAN's discriminator after a pass of its "
+            f"generator. {becomes}"
+        )
+
+    def _present(self) -> Iterable[tuple[int, Tensor]]:
+        for key, reference in self._ours.items():
+            if (p := reference()) is not None:
+                yield key, p
+
+    def _hook(self) -> None:
+        own = weakref.ref(self)
+        self._hooks = [_hook(p, key, own) for key, p in self._present() if p.requires_grad]
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def stop(self) -> None:
+        """Remove all hooks: the handle averages nothing any more."""
+        self._off = True
+        self._beginning = self._in_turns = False
+        self._waiting.clear()
+        self._unhook()
+
+    def reaches(self, key: int) -> None:
+        """Note that a backward pass is about to add to a parameter's gradient."""
+        self.begins()
+        self._reached.add(key)
+
+
+def _version(x: Tensor) -> int:
+    """Return the number of writes to a tensor; of a DTensor, to this rank's shard."""
+    shard: Tensor = getattr(x, "_local_tensor", x)
+    return shard._version
+
+
+def _hook(p: Tensor, key: int, own: weakref.ref[Waiting]) -> RemovableHandle:
+    """Hook a parameter. Hooks of a tensor run before its gradient is added to ``.grad``."""
+
+    @unseen
+    def reached(_: Tensor) -> None:
+        if (waiting := own()) is not None:
+            waiting.reaches(key)
+
+    reached.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    hooked: RemovableHandle = p.register_hook(reached)  # type: ignore[no-untyped-call]
+    return hooked
+
+
+def _all_parameters_of_optimizers() -> Iterable[Tensor]:
+    """Yield the parameters of all optimizers in the process. They are known from their steps, but for the first."""
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer):
+            for group in getattr(each, "param_groups", ()):
+                yield from group["params"]
