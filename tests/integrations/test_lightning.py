@@ -433,3 +433,63 @@ def test_the_example_learns_and_sends_less(tmp_path):
     losses, ratio = learned(on_two_ranks(example, *words)[0])
     assert losses[-1] < 4.5  # guessing bytes evenly would be ln 256 = 5.5
     assert ratio >= 40
+
+
+def fit_in_turns(rank, world_size, toggles):
+    """A GAN with manual optimization; in the turn of one player the other is frozen, if ``toggles``."""
+    pl = importlib.import_module("lightning.pytorch")
+    from narrowband.integrations.lightning import CompressGradients
+
+    class Gan(pl.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.made, self.judged = torch.nn.Linear(16, 24), torch.nn.Linear(24, 16)
+            self.random = torch.Generator().manual_seed(rank)
+
+        def training_step(self, batch, index):
+            for optimizer, others in zip(self.optimizers(), (False, True), strict=True):
+                made = self.made(torch.randn(6, 16, generator=self.random))
+                x = torch.randn(6, 24, generator=self.random)
+                optimizer.zero_grad()
+                if toggles:
+                    self.toggle_optimizer(optimizer)
+                self.manual_backward(self.judged(made if others else torch.cat([x, made])).square().mean())
+                optimizer.step()
+                if toggles:
+                    self.untoggle_optimizer(optimizer)
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.arange(4))
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.judged, self.made)]
+
+    compression = CompressGradients("topk:density=0.1+ef", min_numel=64)
+    with launched(rank, world_size), heard() as said:
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            strategy="ddp_find_unused_parameters_true",
+            devices=world_size,
+            max_epochs=1,
+            callbacks=[compression],
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = Gan()
+        trainer.fit(module)
+    return torch.cat([p.detach().flatten() for p in module.parameters()]), compression.handle.step, said
+
+
+def test_manual_optimization_in_turns_has_the_same_bits_with_and_without_toggling():
+    thrown, frozen = on_two_ranks(fit_in_turns, False), on_two_ranks(fit_in_turns, True)
+    for rank, ((own, steps, said), (wanted, _, nothing)) in enumerate(zip(thrown, frozen, strict=True)):
+        assert steps == 8
+        assert torch.equal(own, wanted)
+        assert [message.split(" (")[0] for message in said] == ["averages of 2 of 4 parameters"] * (rank == 0)
+        assert nothing == []
