@@ -146,7 +146,7 @@ def test_rows_in_their_normalized_form_and_of_several_tiles_for_a_program(
                 if backend.name == "cuda":
                     module = sys.modules["narrowband.kernels.cuda.rows"]
                     patch.setattr(module, "_PROGRAMS", programs)
-                    module._shared.cache_clear()  # type: ignore[attr-defined]
+                    module._adapting.cache_clear()  # type: ignore[attr-defined]
                 given = [place(backend, each) for each in (y, codes, estimates, note)]
                 own = None if standard is None else kernels.Standard(
                     place(backend, mean), place(backend, deviation), length
@@ -155,7 +155,7 @@ def test_rows_in_their_normalized_form_and_of_several_tiles_for_a_program(
                     given[0], given[1], rows, given[2], 0.9, given[3], **form, standard=own
                 )
                 outcomes.append(back([ranges.view(-1)[: 2 * groups], learned.contiguous(), given[1], given[3]]))
-    sys.modules["narrowband.kernels.cuda.rows"]._shared.cache_clear()  # type: ignore[attr-defined]
+    sys.modules["narrowband.kernels.cuda.rows"]._adapting.cache_clear()  # type: ignore[attr-defined]
     for found in outcomes[1:]:
         assert_same(found, outcomes[0])
 

@@ -60,26 +60,35 @@ def test_what_is_unknown_is_left_to_triton() -> None:
 
 
 class _Recorded:
-    """A loop, and what it was started with: by Triton's way, and by what is remembered of it."""
+    """A loop, and what it was started with: by Triton's way, by what is remembered of it, and in a profiler's sight."""
 
-    def __init__(self, *names: str) -> None:
-        self.params = [SimpleNamespace(name=name, do_not_specialize=False) for name in names]
+    def __init__(self, *names: str, plain: str = "") -> None:
+        self.params = [SimpleNamespace(name=name, do_not_specialize=name in plain) for name in names]
         self.anew: list[tuple[Any, ...]] = []
         self.again: list[tuple[Any, ...]] = []
+        self.seen: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def start(*arguments: Any, **constants: Any) -> Any:
             self.anew.append((grid, arguments, constants))
-            return self._Compiled(self.again)
+            return self._Compiled(self)
 
         return start
 
     class _Compiled:
-        def __init__(self, again: list[tuple[Any, ...]]) -> None:
-            self._again = again
+        function, packed_metadata = 1234, ("metadata",)
+
+        def __init__(self, loop: _Recorded) -> None:
+            self._loop = loop
+
+        def run(self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, *rest: Any) -> None:
+            assert stream in (17, 18)
+            assert (function, metadata) == (self.function, self.packed_metadata)
+            assert rest[:3] == (None, None, None)
+            self._loop.again.append(((x, y, z), rest[3:]))
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments: self._again.append((grid, arguments))
+            return lambda *arguments: self._loop.seen.append((grid, arguments))
 
 
 class _There:
@@ -94,10 +103,18 @@ class _There:
         return self._index
 
 
-def test_a_loop_is_looked_at_once_for_each_kind_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as starting a loop asks."""
     monkeypatch.setattr(launching, "_started", {})
     monkeypatch.setattr(torch.cuda, "device_of", lambda _: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    driver = SimpleNamespace(get_current_stream=lambda device: 17 + device)
+    monkeypatch.setattr(launching.triton.runtime.driver, "_active", driver)
+
+
+@pytest.mark.usefixtures("_a_gpu")
+def test_a_loop_is_looked_at_once_for_each_kind_of_arguments() -> None:
     loop, x = _Recorded("x", "n", "B", "A"), torch.zeros(100)
 
     def start(x: torch.Tensor, n: int, index: int = 0, **constants: Any) -> bool:
@@ -124,6 +141,42 @@ def test_a_loop_is_looked_at_once_for_each_kind_of_arguments(monkeypatch: pytest
     ):
         assert other()
         assert not other()
+
+
+@pytest.mark.usefixtures("_a_gpu")
+def test_a_launch_that_is_known_but_for_its_tensors_is_looked_at_once() -> None:
+    loop = _Recorded("x", "y", "note", "n", "seed", "A", plain="note seed")
+    launch = launching.Launch(loop, 7, (48,), A=1, num_warps=8)
+    x, y, note = torch.zeros(100), torch.zeros(100), torch.zeros(100)[1:]
+    for seed in (1, 2):
+        launch(_There(0), (x, y, note), seed)  # type: ignore[arg-type]
+    ((_, first, _),) = loop.anew
+    assert first[0] is x
+    assert first[3:] == (48, 1)
+    # Addresses, where Triton would ask tensors for them; the note's may be any.
+    assert loop.again == [((7, 1, 1), (x.data_ptr(), y.data_ptr(), note.data_ptr(), 48, 2, 1))]
+    for other, there in ((x[1:], 0), (x, 1)):  # begins elsewhere; lies on another device
+        count = len(loop.anew)
+        for _ in range(2):
+            launch(_There(there), (other, y, note), 3)  # type: ignore[arg-type]
+        assert len(loop.anew) == count + 1
+    launch(_There(0), (x, y, note), 4)  # type: ignore[arg-type]
+    assert loop.again[-1] == ((7, 1, 1), (x.data_ptr(), y.data_ptr(), note.data_ptr(), 48, 4, 1))
+
+
+@pytest.mark.usefixtures("_a_gpu")
+def test_a_profiler_sees_launches_that_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, x = _Recorded("x", "n", "A"), torch.zeros(100)
+    launch = launching.Launch(loop, 7, (48,), A=1)
+    for _ in range(2):
+        launch(_There(0), (x,))  # type: ignore[arg-type]
+    runtime = launching.triton.knobs.runtime
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, name, SimpleNamespace(calls=[print]))
+            launch(_There(0), (x,))  # type: ignore[arg-type]
+    assert loop.seen == 2 * [((7, 1, 1), (x.data_ptr(), 48, 1))]
+    assert len(loop.again) == 1
 
 
 class _Stream:

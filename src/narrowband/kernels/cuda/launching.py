@@ -2,7 +2,8 @@
 
 At every launch, Triton inspects all arguments and looks up the machine code by a text that describes them: tens of µs
 of Python for a loop that may take the GPU 5 µs. Here, compiled loops are stored by what their machine code depends on,
-and launched again from there.
+and launched again from there. Where all but the tensors and a seed is known before, :class:`Launch` does not even ask
+what that is.
 
 Tables for launches over several tensors go to the GPU through memory that is allocated once (:class:`_Stage`), because
 allocating new pinned memory costs as much as the launch.
@@ -10,8 +11,10 @@ allocating new pinned memory costs as much as the launch.
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,44 +26,76 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Segments", "kernel", "kind_of", "run", "segment"]
+__all__ = ["Launch", "Segments", "kernel", "kind_of", "run", "segment", "start"]
 
 #: Numbers that happen to be 1 do not become constants of the program, since constants have no dtype.
 kernel: Any = triton.jit(do_not_specialize=["folded"])
 
-#: Compiled loops and their constants, in the order of parameters. The keys are what the machine code depends on.
-_started: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+class _Started(NamedTuple):
+    """A loop that was started, and the constants that Triton's launcher takes behind the arguments."""
+
+    compiled: Any
+    run: Any
+    stream: Any
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
 
 
-def run(loop: Any, programs: int, *arguments: Any, on: Tensor, **constants: Any) -> None:
-    """Launch ``programs`` programs of a loop, on the device of the tensor ``on`` and in its current stream."""
+#: What was started before. The keys are what the machine code depends on.
+_started: dict[Any, _Started] = {}
+
+
+def run(loop: Any, programs: int, *arguments: Any, on: Tensor, **constants: Any) -> _Started | None:
+    """Launch ``programs`` programs of a loop, on the device of the tensor ``on`` and in its current stream.
+
+    Returns:
+        What can be started again; None where nothing can be, as in Triton's interpreter.
+    """
     if not programs:
-        return
+        return None
     if not on.is_cuda:
         with np.errstate(all="ignore"):  # the interpreter uses NumPy, which would warn of every NaN
             loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
-    elif on.get_device() == torch.cuda.current_device():
-        _start(loop, programs, arguments, on, constants)
-    else:
-        with torch.cuda.device_of(on):
-            _start(loop, programs, arguments, on, constants)
+        return None
+    if on.get_device() == torch.cuda.current_device():
+        return start(loop, programs, arguments, on, constants)
+    with torch.cuda.device_of(on):
+        return start(loop, programs, arguments, on, constants)
 
 
-def _start(loop: Any, programs: int, arguments: tuple[Any, ...], on: Tensor, constants: dict[str, Any]) -> None:
-    """Launch a loop on the current device."""
+def start(
+    loop: Any, programs: int, arguments: tuple[Any, ...], on: Tensor, constants: dict[str, Any]
+) -> _Started | None:
+    """Launch a loop on the current device; see :func:`run`."""
     kind = kind_of(loop, arguments) if torch.version.hip is None else None  # AMD's machine code depends on more
     if kind is None:
         loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
-        return
-    key = id(loop), on.get_device(), kind, tuple(constants), tuple(constants.values())
+        return None
+    device = on.get_device()
+    key = id(loop), device, kind, tuple(constants), tuple(constants.values())
     found = _started.get(key)
     if found is not None:
-        compiled, rest = found
-        compiled[(programs, 1, 1)](*arguments, *rest)
-        return
+        _again(found, device, programs, arguments)
+        return found
     compiled = loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
     rest = tuple(constants[parameter.name] for parameter in loop.params[len(arguments) :])
-    _started[key] = compiled, rest
+    found = _started[key] = _Started(
+        compiled, compiled.run, triton.runtime.driver.active.get_current_stream, compiled.function,
+        compiled.packed_metadata, rest,
+    )  # fmt: skip
+    return found
+
+
+def _again(found: _Started, device: int, programs: int, arguments: tuple[Any, ...]) -> None:
+    """Start a loop again, on the current device. Instead of a tensor, its address may be given."""
+    runtime, (compiled, run, stream, function, metadata, constants) = triton.knobs.runtime, found
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's
+        compiled[(programs, 1, 1)](*arguments, *constants)
+    else:
+        run(programs, 1, 1, stream(device), function, metadata, None, None, None, *arguments, *constants)
 
 
 def kind_of(loop: Any, arguments: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -94,6 +129,47 @@ def kind_of(loop: Any, arguments: Sequence[Any]) -> tuple[Any, ...] | None:
 #: For each loop, the parameters that Triton does not specialize. The key is the loop's id; a loop lives as long as its
 #: module.
 _plain: dict[int, tuple[bool, ...]] = {}
+
+
+class Launch:
+    """A loop with all arguments but some tensors, and perhaps a number: what a launch has in common with many others.
+
+    Args:
+        loop: the loop. Its parameters are pointers, those that are not specialized behind all others; then numbers;
+            then perhaps one that differs from launch to launch and is not specialized; then constants.
+        programs: how many programs to launch.
+        numbers: the numbers.
+        constants: the constants, and options of Triton.
+
+    Example:
+        >>> launch = Launch(loop, 8, (768, 12), BITS=4)  # doctest: +SKIP
+        >>> launch(x, (x, codes, ranges), seed)  # doctest: +SKIP
+    """
+
+    __slots__ = ("_aligned", "_constants", "_loop", "_numbers", "_programs", "_started")
+
+    def __init__(self, loop: Any, programs: int, numbers: tuple[Any, ...], **constants: Any) -> None:
+        self._loop, self._programs, self._numbers, self._constants = loop, programs, numbers, constants
+        #: By device: what was started with pointers to multiples of 16 bytes, as far as Triton asks.
+        self._started: dict[int, _Started] = {}
+        self._aligned = 0  # how many pointers it asks about
+
+    def __call__(self, on: Tensor, tensors: tuple[Tensor, ...], *last: int) -> None:
+        """Launch the loop on the device of ``on``, with these tensors, whose dtypes are always the same."""
+        device = on.get_device()
+        found = self._started.get(device)
+        if found is not None and device == torch.cuda.current_device():
+            pointers = [x.data_ptr() for x in tensors]
+            if not functools.reduce(operator.or_, pointers[: self._aligned], 0) % 16:
+                _again(found, device, self._programs, (*pointers, *self._numbers, *last))
+                return
+        found = run(self._loop, self._programs, *tensors, *self._numbers, *last, on=on, **self._constants)
+        if found is None:
+            return
+        plain = [parameter.do_not_specialize for parameter in self._loop.params[: len(tensors)]]
+        self._aligned = plain.index(True) if True in plain else len(plain)
+        if all(x.data_ptr() % 16 == 0 for x in tensors[: self._aligned]):
+            self._started[device] = found
 
 
 # ---- several tensors -------------------------------------------------------------------------------------------------

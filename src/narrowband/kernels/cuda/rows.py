@@ -10,7 +10,7 @@ returns early if its codes are good. Tensors are passed in any shape: the host m
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -32,7 +32,7 @@ from narrowband.kernels.cuda.common import (
     raw,
     store,
 )
-from narrowband.kernels.cuda.launching import kernel, run
+from narrowband.kernels.cuda.launching import Launch, kernel, run
 from narrowband.kernels.reference import rows as reference
 from narrowband.kernels.reference.rows import affine_rows, learning
 
@@ -56,10 +56,14 @@ _MOST = tl.constexpr(2**31 - 1)
 _VECTOR = 8
 
 
-#: Arguments that differ from layer to layer and are not specialized: loops gain nothing if one is 1 or divisible by 16.
+#: Arguments that differ from layer to layer and are not specialized: loops gain nothing if one is 1 or divisible by 16,
+#: or points to such a place.
 counting: Any = triton.jit(
-    do_not_specialize=["count", "outer", "groups", "blocks", "workers", "turns", "pieces", "folded"]
-)
+    do_not_specialize=[
+        "ranges", "estimates", "made", "note", "count", "outer", "groups", "blocks", "workers", "turns", "pieces",
+        "folded",
+    ]
+)  # fmt: skip
 
 
 @kernel
@@ -160,7 +164,7 @@ def _quantize(
 
 @counting
 def _dequantize(
-    codes, out, ranges, factor, term, count, outer, groups, inner, stride, blocks, pieces,
+    codes, out, factor, term, ranges, count, outer, groups, inner, stride, blocks, pieces,
     FACTOR: tl.constexpr, TERM: tl.constexpr, MOVES: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PARTED: tl.constexpr,
     GROUPED: tl.constexpr, PIECED: tl.constexpr,
@@ -298,7 +302,7 @@ def _quantize_group(
 @counting
 def _quantize_group_again(
     x, out, mean, deviation, estimates, made, note, outer, groups, inner, apart, stride, blocks, workers, turns,
-    pieces, levels, folded, decay, rest, drift, jump,
+    pieces, levels, decay, rest, drift, jump, folded,
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
@@ -434,19 +438,27 @@ def quantize_rows(
 def dequantize_rows(
     codes: Tensor, out: Tensor, rows: Rows, ranges: Tensor, *, bits: int, affine: Affine | None = None
 ) -> None:
-    if not rows.numel:
-        return
     factor, term, length, by_row = affine or (None, None, rows.inner, False)
-    if length % rows.inner:
+    launch = _decoding(rows, bits, length, factor is not None, term is not None, by_row, out.dtype == torch.bfloat16)
+    if launch is None:
         affine_rows(dequantize_rows, codes, out, rows, ranges, affine, bits)
         return
+    launch(out, (codes, out, ranges if factor is None else factor, ranges if term is None else term, ranges))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _decoding(rows: Rows, bits: int, length: int, scaled: bool, moved: bool, by_row: bool, half: bool) -> Launch | None:
+    """Return how to decode tensors of one form, whose affine map is of ``length`` elements. None: it does not consist
+    of whole rows.
+    """
+    if not rows.numel:
+        return Launch(_dequantize, 0, ())
+    if length % rows.inner:
+        return None
     programs, stride, blocks, tile = _cut(rows, bits)
     numbers = rows.total, rows.outer, rows.groups, rows.inner, stride, blocks, length // rows.inner
-    run(
-        _dequantize, programs, codes, out, ranges, ranges if factor is None else factor,
-        ranges if term is None else term, *numbers, on=out, FACTOR=factor is not None, TERM=term is not None,
-        MOVES=0 if by_row else 1, HALF=out.dtype == torch.bfloat16, BITS=bits, PIECED=_pieced(length, rows), **tile,
-    )  # fmt: skip
+    form = {"FACTOR": scaled, "TERM": moved, "MOVES": 0 if by_row else 1, "HALF": half, "BITS": bits}
+    return Launch(_dequantize, programs, numbers, **form, PIECED=_pieced(length, rows), **tile)
 
 
 def _pieced(length: int, rows: Rows) -> int:
@@ -513,16 +525,42 @@ _TURN = 256
 _PROGRAMS = 4096
 
 
+class _Adapting(NamedTuple):
+    """The launches that quantize tensors of one form, and how many numbers they note ranges with."""
+
+    first: Launch
+    again: Launch
+    size: int
+
+
 @functools.lru_cache(maxsize=1 << 12)
-def _shared(rows: Rows, bits: int) -> tuple[int, int, int, int, dict[str, int]]:
-    """Return bytes of a row, pieces of a row, programs of a group, tiles of a program, and the tile."""
+def _adapting(
+    rows: Rows, apart: int, length: int, form: tuple[int, bool, bool, bool], rates: tuple[float, ...]
+) -> _Adapting | None:
+    """Return how to quantize tensors of one form, which are divided into pieces of ``length`` elements where they are
+    standardized. None: as the reference does.
+    """
+    bits, stochastic, half, standard = form
+    scattered = rows.groups > 1 and rows.inner * (2 if half else 4) < _SHORTEST
+    if not rows.numel or scattered or length % rows.inner:
+        return None
+    decay, drift, jump = rates
     stride = -(-rows.inner * bits // 8)
     tile = _tile(stride, rows, bits)
     del tile["GROUPED"]
     blocks = -(-stride // tile["WIDTH"])
     tiles = -(-rows.outer // tile["ROWS"]) * blocks
     turns = -(-tiles // max(1, _PROGRAMS // rows.groups))
-    return stride, blocks, -(-tiles // turns), turns, tile
+    workers = -(-tiles // turns)  # programs of a group
+    numbers = rows.outer, rows.groups, rows.inner, apart, stride, blocks, workers, turns, length // rows.inner
+    levels, constants = float((1 << bits) - 1), {"STANDARD": standard, "HALF": half, "BITS": bits}
+    constants |= {"STOCHASTIC": stochastic, "PIECED": _pieced(length, rows), **tile}
+    programs, more = rows.groups * workers, (decay, 1.0 - decay, drift, jump)
+    return _Adapting(
+        Launch(_quantize_group, programs, (*numbers, levels), **constants),
+        Launch(_quantize_group_again, programs, (*numbers, levels, *more), TURN=_TURN, **constants),
+        4 * rows.groups + 2 * programs,  # low, step, and the new estimates; behind these, the notes of programs
+    )
 
 
 def quantize_rows_adapting(
@@ -541,30 +579,22 @@ def quantize_rows_adapting(
     apart: int | None = None,
     standard: Standard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    scattered = rows.groups > 1 and rows.inner * x.element_size() < _SHORTEST
-    if not rows.numel or scattered or (standard is not None and standard.length % rows.inner):
+    given = x, apart
+    if apart is None:
+        x, apart = _spaced(x, rows)
+    form = bits, stochastic, x.dtype == torch.bfloat16, standard is not None
+    length = rows.inner if standard is None else standard.length
+    launches = _adapting(rows, apart, length, form, (float(decay), float(drift), float(jump)))
+    if launches is None:
+        x, apart = given
         return reference.quantize_rows_adapting(
             x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed,
             apart=apart, standard=standard,
         )  # fmt: skip
-    if apart is None:
-        x, apart = _spaced(x, rows)
-    estimates, groups = estimates.contiguous(), rows.groups
-    stride, blocks, workers, turns, tile = _shared(rows, bits)
-    # Low, step, and the new estimates; behind these, the notes of programs.
-    made = torch.empty(4 * groups + 2 * groups * workers, dtype=torch.float32, device=x.device)
-    levels = float((1 << bits) - 1)
-    mean, deviation, length = standard or (estimates, estimates, rows.inner)
-    pieces = length // rows.inner
-    shape = rows.outer, groups, rows.inner, apart, stride, blocks, workers, turns, pieces, levels, fold_seed(seed)
-    form = {
-        "STANDARD": standard is not None, "HALF": x.dtype == torch.bfloat16, "BITS": bits, "STOCHASTIC": stochastic,
-        "PIECED": _pieced(length, rows), **tile,
-    }  # fmt: skip
-    run(_quantize_group, groups * workers, x, out, mean, deviation, estimates, made, *shape, on=x, **form)
-    numbers = float(decay), 1.0 - decay, float(drift), float(jump)
-    run(
-        _quantize_group_again, groups * workers, x, out, mean, deviation, estimates, made, note, *shape, *numbers,
-        on=x, TURN=_TURN, **form,
-    )  # fmt: skip
+    first, again, size = launches
+    made, groups = torch.empty(size, dtype=torch.float32, device=x.device), rows.groups
+    mean, deviation, _ = standard or (made, made, 0)
+    tensors, folded = (x, out, mean, deviation, estimates.contiguous(), made), fold_seed(seed)
+    first(x, tensors, folded)
+    again(x, (*tensors, note), folded)
     return made, made.as_strided((2, groups), (groups, 1), 2 * groups)
