@@ -87,7 +87,7 @@ class Rows(NamedTuple):
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.total * self.inner
+        return self.parts * self.outer * self.groups * self.inner
 
     def nbytes(self, bits: int) -> int:
         """Return the bytes of the codes; each row takes whole bytes."""

@@ -179,10 +179,10 @@ def nearest(v):
 
 @kernel
 def load(place, mask, HALF: tl.constexpr):
-    """Load float32 from memory returned by :func:`raw`; zero where ``mask`` is False. The mask may be None."""
+    """Load float32 from memory returned by :func:`raw`; zero where ``mask`` is False."""
     if HALF and not _INTERPRETED:
         place = place.to(tl.pointer_type(tl.bfloat16), bitcast=True)
-    value = tl.load(place) if mask is None else tl.load(place, mask=mask, other=0)
+    value = tl.load(place, mask=mask, other=0)
     if HALF and _INTERPRETED:
         return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:

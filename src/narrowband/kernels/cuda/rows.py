@@ -125,9 +125,9 @@ def _line(r, groups, GROUPED: tl.constexpr):
 
 @kernel
 def _there(r, j, length, WHOLE: tl.constexpr):
-    """Return which places of rows exist, as a mask; None if rows are WHOLE."""
+    """Return which places of rows exist, as a mask. If rows are WHOLE it is a constant, and costs no instruction."""
     if WHOLE:
-        return None
+        return tl.full((r.shape[0], j.shape[0]), 1, tl.int1)
     else:
         return (r >= 0)[:, None] & (j < length)[None, :]
 
@@ -158,7 +158,7 @@ def _quantize(
         there = _there(wide, tl.where(t < stride, j, inner), inner, WHOLE)
         v = load(x + begin[:, None] + j[None, :], there, HALF)
         code = _code(v, first[:, None] + j[None, :].to(tl.int32), low[:, None], inverse[:, None], BITS, STOCHASTIC)
-        byte |= _only(there, code, 0) << (part * BITS)
+        byte |= tl.where(there, code, 0) << (part * BITS)
     tl.store(out + (wide * stride)[:, None] + t[None, :], byte.to(tl.uint8), mask=_there(wide, t, stride, WHOLE))
 
 
@@ -222,23 +222,14 @@ def _extremes(
 
 
 @kernel
-def _only(there, x, other):
-    """Return x where it exists, and ``other`` elsewhere; see :func:`_there`."""
-    if there is None:
-        return x
-    else:
-        return tl.where(there, x, other)
-
-
-@kernel
 def _seen(v, there, most, least_raised, most_raised):
     """Return extremes of bits, as :func:`ends` takes them, of some values and those before. Neighbours that a thread
     has read at once have extremes of their own.
     """
     bits = v.to(tl.int32, bitcast=True)
     raised = bits.to(tl.uint32, bitcast=True)
-    highest, lowest_raised = _only(there, bits, LEAST), _only(there, raised, ALL)
-    highest_raised = _only(there, raised, 0)
+    highest, lowest_raised = tl.where(there, bits, LEAST), tl.where(there, raised, ALL)
+    highest_raised = tl.where(there, raised, 0)
     shape: tl.constexpr = (most.shape[0], most.shape[1], v.shape[1] // most.shape[1])
     most = tl.maximum(most, tl.max(tl.reshape(highest, shape), 2))
     least_raised = tl.minimum(least_raised, tl.min(tl.reshape(lowest_raised, shape), 2))
@@ -388,7 +379,7 @@ def _quantize_tile(
         if STANDARD:
             v = (v - center[:, None]) * scale[:, None]
         code = _code(v, first[:, None] + j[None, :].to(tl.int32), low, inverse, BITS, STOCHASTIC)
-        byte |= _only(there, code, 0) << (part * BITS)
+        byte |= tl.where(there, code, 0) << (part * BITS)
         if SEARCHES:
             most, least_raised, most_raised = _seen(v, there, most, least_raised, most_raised)
     tl.store(out + (r * stride)[:, None] + t[None, :], byte.to(tl.uint8), mask=_there(o, t, stride, WHOLE))
@@ -535,16 +526,15 @@ class _Adapting(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 12)
 def _adapting(
-    rows: Rows, apart: int, length: int, form: tuple[int, bool, bool, bool], rates: tuple[float, ...]
+    rows: Rows, apart: int, length: int, bits: int, stochastic: bool, half: bool, standard: bool, *rates: float
 ) -> _Adapting | None:
     """Return how to quantize tensors of one form, which are divided into pieces of ``length`` elements where they are
     standardized. None: as the reference does.
     """
-    bits, stochastic, half, standard = form
     scattered = rows.groups > 1 and rows.inner * (2 if half else 4) < _SHORTEST
     if not rows.numel or scattered or length % rows.inner:
         return None
-    decay, drift, jump = rates
+    decay, drift, jump = map(float, rates)
     stride = -(-rows.inner * bits // 8)
     tile = _tile(stride, rows, bits)
     del tile["GROUPED"]
@@ -582,9 +572,10 @@ def quantize_rows_adapting(
     given = x, apart
     if apart is None:
         x, apart = _spaced(x, rows)
-    form = bits, stochastic, x.dtype == torch.bfloat16, standard is not None
-    length = rows.inner if standard is None else standard.length
-    launches = _adapting(rows, apart, length, form, (float(decay), float(drift), float(jump)))
+    length, half = rows.inner if standard is None else standard.length, x.dtype == torch.bfloat16
+    launches = _adapting(
+        rows, apart, length, bits, stochastic, half, standard is not None, decay, drift, jump
+    )  # fmt: skip
     if launches is None:
         x, apart = given
         return reference.quantize_rows_adapting(
