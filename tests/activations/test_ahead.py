@@ -66,6 +66,25 @@ def test_nothing_is_asked_of_the_device_but_once(monkeypatch):
         gradients(layers, x, saving)
 
 
+def test_of_frozen_layers_nothing_is_asked_but_once(monkeypatch):
+    """Autocast's copies of their weights leave no trace, as adapters beside them have it; only values tell."""
+    layers, x = model(), torch.randn(64, 64)
+    layers[2].weight.requires_grad_(False)
+    saving = nb.compress_activations(layers, bits=8)
+    monkeypatch.setattr(packed, "by_chance", lambda _: False)
+    kept = []
+    for _ in range(3):
+        with saving as saved, torch.autocast("cpu", torch.bfloat16):
+            loss = layers(x).square().mean()
+        loss.backward()
+        kept.append(saved.kept_bytes)
+        monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("the host waits"))
+    assert kept[0] == kept[1] == kept[2]
+    layers[2].weight.requires_grad_(True)  # what was known of frozen weights says nothing of others
+    monkeypatch.undo()
+    assert off(layers, x, saving) < 0.02
+
+
 def test_a_batch_that_is_much_wider_is_looked_at_in_the_next_step():
     copied = nn.Identity()  # what the first linear layer saves is then no input of the model, which would live anyway
     copied.forward = lambda x: x * 1.0

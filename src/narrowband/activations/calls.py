@@ -277,23 +277,40 @@ class Call:
             return False
         return not x.requires_grad or x.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
 
-    def parameter_before_cast(self, x: Tensor) -> Tensor | None:
-        """Return the parameter that autocast cast to a saved tensor or to its base; None where there is none."""
+    def parameter_before_cast(self, x: Tensor, place: tuple[Any, ...], known: set[Any]) -> Tensor | None:
+        """Return the parameter that autocast cast to a saved tensor or to its base; None where there is none.
+
+        Args:
+            x: the tensor.
+            place: what tells the tensors apart that a model saves.
+            known: where frozen parameters were found before; found ones are added.
+        """
         node = x.grad_fn
         if node is not None:
             if node.name() not in _OF_A_PARAMETER:
                 return None
+            node = node.next_functions[0][0]
             while node is not None and node.name() in _OF_A_PARAMETER:
                 node = node.next_functions[0][0]
             parameter = getattr(node, "variable", None)
             return parameter if isinstance(parameter, nn.Parameter) else None
         if x.requires_grad:
             return None
-        # A frozen parameter leaves no trace in the graph: compare values.
+        # A frozen parameter leaves no trace in the graph: compare values. Once is enough, since a GPU waits for it.
         base = base_of(x)
-        those = (given.detach() for given in self.operands() if is_of_a_parameter(given) and given.dtype != x.dtype)
-        same = (given for given in those if base.shape == given.shape and torch.equal(base, given.to(x.dtype)))
-        return next(same, None)
+        those = [
+            given
+            for given in self.operands()
+            if is_of_a_parameter(given) and given.dtype != x.dtype and given.shape == base.shape
+        ]
+        key = *place, base.shape, x.dtype
+        if len(those) == 1 and not those[0].requires_grad and key in known:
+            return those[0].detach()
+        same = next((given for given in those if torch.equal(base, given.detach().to(x.dtype))), None)
+        if same is None:
+            return None
+        known.add(key)
+        return same.detach()
 
 
 def call_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

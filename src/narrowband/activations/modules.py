@@ -34,6 +34,7 @@ class Modules:
         recomputed: the outermost modules that backward recomputes.
         default_groups: the number of groups of channels where nothing else sets it: the most common number of heads.
         cuts: a cache of how tensors are cut, by place and shape; see :meth:`Recorder._cut`.
+        casts: where a frozen parameter in the dtype of autocast is saved; see :meth:`Call.parameter_before_cast`.
 
     Raises:
         ValueError: a pattern of the policy matches no module.
@@ -53,6 +54,7 @@ class Modules:
         self._heads: dict[str, int | None] = {}
         self._bits: dict[Place, Bits] = {}
         self.cuts: dict[tuple[Any, ...], Cut] = {}
+        self.casts: set[Any] = set()
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self.default_groups = max(set(own), key=own.count) if own else _GROUPS
 

@@ -164,6 +164,7 @@ class Estimates:
         #: A batch's width over that of its estimate, infinite for a batch with outliers; errors of attention scores.
         self.notes = Notes()
         self._ranges: dict[str, Tensor] = {}  # (2, groups): α, β
+        self._numbers: dict[str, float] = {}  # those of _ranges that :meth:`see` stored
         self._lock = threading.Lock()
 
     def draw(self) -> int:
@@ -210,15 +211,17 @@ class Estimates:
     def seen(self, name: str) -> float | None:
         """Return the number that :meth:`see` stored under a name; None where there is none."""
         with self._lock:
-            found = self._ranges.get(name)
-        return None if found is None else float(found[0, 0])
+            found = self._numbers.get(name)
+            if found is None and name in self._ranges:  # of a state that was loaded
+                found = self._numbers[name] = float(self._ranges[name][0, 0])
+        return found
 
     def see(self, name: str, value: float) -> None:
         """Store a number, at least 0, under a name that no range has. The state holds it as the width of a range."""
         most = torch.finfo(torch.float32).max
         number = torch.tensor([[value if value < most else most], [0.0]], dtype=torch.float32, device="cpu")
         with self._lock:
-            self._ranges[name] = number
+            self._ranges[name], self._numbers[name] = number, float(number[0, 0])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return name → (2, groups) float32: α, then β. These are copies, since estimates may be views."""
@@ -246,6 +249,7 @@ class Estimates:
             if not bool(torch.isfinite(value).all()) or bool((value[0] < 0).any()):
                 raise ValueError(f"{name}: widths and lower ends of ranges must be finite, and widths at least 0")
         with self._lock:
+            self._numbers.clear()
             self._ranges = {
                 name: value.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
                 for name, value in state.items()

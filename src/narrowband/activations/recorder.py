@@ -411,7 +411,7 @@ class Recorder:
             return payload, 0
         recipe = storage.recipe(values)
         if recipe is None:
-            parameter = self.call.parameter_before_cast(x)
+            parameter = self.call.parameter_before_cast(x, (operator, module, nth), self.modules.casts)
             if parameter is not None:  # the parameter lives anyway, and backward can cast it again
                 there = is_cast_of(x, arrangement, parameter)
                 return Original(Exact(parameter, (operator.name, module)), x.dtype) if there else None, 0
