@@ -216,6 +216,25 @@ def test_an_outlier_costs_its_neighbours_alone():
     assert found[3, 5] > 0.9e6
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_beside_an_outlier_neighbours_come_back_as_zeros_and_the_outlier_as_it_was(bits, rounding):
+    model = Calls(F.gelu)
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(32)), model.first.bias.zero_()
+    for outliers in ({5: 1e20}, {5: -1e20}, {5: 1e20, 9: -1e20}):
+        x = torch.randn(8, 32)
+        for place, value in outliers.items():
+            x[:, place] = value
+        with compress(model, bits=bits, granularity=32, min_numel=32, rounding=rounding):
+            y = model(x)
+        found = next(kept for (_, node, name), kept in saved_of(y).items() if name == "_saved_self")
+        large = torch.zeros(32, dtype=torch.bool)
+        large[list(outliers)] = True
+        torch.testing.assert_close(found[:, large], x[:, large], rtol=2 / 2**bits, atol=0)
+        assert (found[:, ~large] == 0).all()
+
+
 @pytest.mark.parametrize("granularity", ["group", "layer"])
 @pytest.mark.parametrize("kind", ["linear", "gelu", "heads", "conv"])
 def test_statistics_per_sample(kind, granularity):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -76,6 +77,25 @@ def test_what_attention_with_large_scores_saves_is_kept_from_the_first_pass_on(b
         error = off_by(model, context)
         assert (model.outliers > 0) == is_kept
         assert error < (0.05 if bits == 8 else 0.5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("times", [10, 30, 100])
+def test_scores_of_one_token_that_is_much_larger_than_the_others_are_precise_enough(times, bits):
+    """In means over all tokens it hardly shows, and gradients were wrong by factors of thousands."""
+    model, (x, weights) = Attention(), batch()
+    x[2, 5] *= times
+    exact, found = (
+        _weight_gradient(model, x, weights, context)
+        for context in (contextlib.nullcontext(), nb.compress_activations(model, bits=bits))
+    )
+    assert (found - exact).norm() < {8: 0.2, 4: 0.5}[bits] * exact.norm()
+
+
+def _weight_gradient(model, x, weights, context):
+    with context:
+        loss = (model(x) * weights).sum()
+    return torch.autograd.grad(loss, model.qkv.weight)[0].double()
 
 
 def test_where_all_three_are_one_tensor_it_is_kept():

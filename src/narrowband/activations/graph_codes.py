@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["decode", "encode", "groups", "packed", "unpacked"]
+__all__ = ["around_zero", "decode", "encode", "groups", "is_sparse", "packed", "unpacked"]
 
 _UINT32 = 0xFFFFFFFF
 
@@ -55,14 +55,9 @@ def encode(x_GM: Tensor, bits: int, *, stochastic: bool, signs: bool) -> tuple[T
     # In a constant group step is 0, and any code restores the constant. Where step is inf or NaN all codes are 0, and
     # 0 · inf is NaN.
     step = (high - low) / top
-    near = (_NEAR_ZERO_OF_2_BITS if bits == 2 else _NEAR_ZERO) * step
-    small = (x_GM.abs() < near).to(torch.float32).mean(1, keepdim=True)
-    zeroed = (small >= _SHARE) & torch.isfinite(step)
-    zero = (-low / step * (levels / top)).round()
-    zero = torch.minimum(torch.maximum(zero, (low < 0).float()), levels - (high > 0).float())
-    above = torch.where(levels > zero, high / (levels - zero), 0.0)
-    below = torch.where(zero > 0, -low / zero, 0.0)
-    wide = _coarse(torch.maximum(above, below))
+    zeroed = is_sparse(x_GM, step, bits)
+    zero, wide = around_zero(low, high, levels)
+    wide = _coarse(wide)
     step, low = torch.where(zeroed, wide, step), torch.where(zeroed, -zero * wide, low)
     codes = ((x_GM - low) / step + (_noise(x_GM) if stochastic else 0.5)).floor()
     codes = torch.where(codes > 0, codes, 0.0)  # this maps NaN, which has no integer value, to 0
@@ -75,6 +70,33 @@ def encode(x_GM: Tensor, bits: int, *, stochastic: bool, signs: bool) -> tuple[T
         codes = torch.where(zeroed, moved, codes + up - down)
         low, step = torch.where(zeroed, zero, low), torch.where(zeroed, -step, step)
     return packed(codes.clamp(0, top).to(torch.int32), bits), low, step
+
+
+def is_sparse(x_GM: Tensor, step: Tensor, bits: int) -> Tensor:
+    """Whether a good part of each group lies much closer to zero than a step, (G, 1). False where a step is inf or NaN.
+
+    Example:
+        >>> x = torch.tensor([[0.1] * 7 + [200.0], [1.0] * 7 + [2.0]])
+        >>> is_sparse(x, (x.amax(1, keepdim=True) - x.amin(1, keepdim=True)) / 15, 4).tolist()
+        [[True], [False]]
+    """
+    near = (_NEAR_ZERO_OF_2_BITS if bits == 2 else _NEAR_ZERO) * step
+    small = (x_GM.abs() < near).to(torch.float32).mean(1, keepdim=True)
+    return (small >= _SHARE) & torch.isfinite(step)
+
+
+def around_zero(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Return which of the levels 0 to ``levels`` stands for zero, and the step with which they reach both extremes.
+
+    Example:
+        >>> around_zero(torch.tensor(-3.0), torch.tensor(200.0), 15)
+        (tensor(1.), tensor(14.2857))
+    """
+    zero = (-low / ((high - low) / levels)).round()
+    zero = torch.minimum(torch.maximum(zero, (low < 0).float()), levels - (high > 0).float())
+    above = torch.where(levels > zero, high / (levels - zero), 0.0)
+    below = torch.where(zero > 0, -low / zero, 0.0)
+    return zero, torch.maximum(above, below)
 
 
 def decode(codes_GM: Tensor, low: Tensor, step: Tensor) -> Tensor:

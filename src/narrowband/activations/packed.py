@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
+from narrowband.activations.graph_codes import around_zero, is_sparse
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.outliers import EXTREME, Outliers
 from narrowband.activations.ranges import JUMP, WIDE, Estimates, centred, drift, ranges, shaped
@@ -39,6 +40,9 @@ WIDER = 2
 
 #: Device types that run asynchronously to the host.
 AHEAD = {"cuda"}
+
+#: About how many elements of a group of neighbours tell whether most of the group is close to zero.
+_LOOKED_AT = 64
 
 #: Dtypes that the decoding kernels can write.
 _DIRECT = (torch.float32, torch.bfloat16)
@@ -81,6 +85,7 @@ class Payload:
         stochastic: bool,
         seed: int,
         watch: bool = False,
+        own: bool = False,
     ) -> tuple[Tensor, Tensor] | None:
         """Make codes with given ranges.
 
@@ -92,6 +97,7 @@ class Payload:
             stochastic: round stochastically, otherwise to nearest.
             seed: the seed of stochastic rounding.
             watch: whether to return the extremes of every group of every part.
+            own: whether the ranges are those of neighbours in this tensor, one range for each part.
         """
         if symmetric:
             middle = (1 << self.bits - 1) - 1
@@ -99,9 +105,23 @@ class Payload:
             low = step * -middle
         else:
             low, step = beta, alpha / ((1 << self.bits) - 1)
+            if own:
+                low, step = self._zeroed(x, alpha, low, step)
         self.ranges = torch.stack((low, step))
         encode = kernels.quantize_rows_extremes if watch else kernels.quantize_rows
         return encode(x, self.codes, self.rows, low, step, bits=self.bits, stochastic=stochastic, seed=seed)
+
+    def _zeroed(self, x: Tensor, alpha: Tensor, low: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Shift the levels of sparse groups of neighbours so that one of them is zero, as compiled graphs do.
+
+        Beside an outlier, all other elements would otherwise be rounded to a level far from them.
+        """
+        x_GM = x.view(self.rows.parts, -1)
+        some = x_GM[:, :: max(1, x_GM.shape[1] // _LOOKED_AT)]
+        sparse = is_sparse(some, step[:, None], self.bits).view(-1)
+        zero, wide = around_zero(low, low + alpha, (1 << self.bits) - 1)
+        wide = centred(wide, zero)
+        return torch.where(sparse, -zero * wide, low), torch.where(sparse, wide, step)
 
     def encode_learning(
         self, x: Tensor, estimate: Tensor, decay: float, *, symmetric: bool, stochastic: bool, seed: int,
@@ -237,7 +257,9 @@ def quantized(
                 return Outliers(extreme)
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
         alpha, beta = ranges(low, high, policy, estimates, name if learns else None)
-        payload.encode(x, alpha, beta, symmetric=policy.symmetric, stochastic=stochastic, seed=estimates.draw())
+        payload.encode(
+            x, alpha, beta, symmetric=policy.symmetric, stochastic=stochastic, seed=estimates.draw(), own=own
+        )
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
     far, looks = drift(estimates.decay), by_chance(seed)

@@ -284,8 +284,8 @@ def shaped(estimate: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
     return -2 * beta, beta
 
 
-def centred(step: Tensor, middle: int) -> Tensor:
-    """Return steps, hardly larger than those given, with which kernels encode zero exactly as the middle code.
+def centred(step: Tensor, middle: int | Tensor) -> Tensor:
+    """Return steps, hardly larger than those given, with which kernels encode zero exactly as the code ``middle``.
 
     A correction is needed since kernels multiply by 1 / step, which is rounded.
     """

@@ -7,8 +7,11 @@ variance step² / 12, the error of a score over a head's d features has a varian
     scale² · d / 12 · (step_q² · mean(k²) + step_k² · mean(q²)).
 
 Where its root is one half, the error of gradients is about as long as the gradients; beyond that it grows
-exponentially. Probabilities are nearly 0 or 1 then, and gradients of scores are small differences between terms of
-values and results. So all tensors that such a call saves get more bits, or are kept unchanged.
+exponentially. A single token whose queries or keys are much larger than those of the others hardly shows in these
+means, and its scores may have errors of any size. So with the largest mean square of one token instead of the mean over
+all tokens, the root must not be above one. Probabilities are nearly 0 or 1 then, and gradients of scores are small
+differences between terms of values and results. So all tensors that such a call saves get more bits, or are kept
+unchanged.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ __all__ = ["bits_of_scores", "score_error"]
 
 #: The standard deviation of a score's error beyond which a call's tensors are kept unchanged.
 _LIMIT = 0.5
+#: How many times as large the error of a single token's scores may be.
+_OF_ONE_TOKEN = 2
 #: Steps between the extremes of a head. Errors are noted for so many, whatever the bits of the codes.
 _LEVELS = 255
 
@@ -37,7 +42,8 @@ _LEVELS = 255
 def score_error(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
     """Return the standard deviation of a score's error if queries and keys are rounded to 256 levels per head.
 
-    The levels lie between a head's extremes. The result is that of the head with the largest error.
+    The levels lie between a head's extremes. The result is that of the head with the largest error, or half of that of
+    the token with the largest error, if this is more.
 
     Args:
         query: (…, heads, tokens, d), or (tokens, d).
@@ -54,16 +60,21 @@ def score_error(query: Tensor, key: Tensor, scale: float | None = None) -> Tenso
     """
     (q_step, q_square), (k_step, k_square) = _spread(query), _spread(key)
     if q_step.shape != k_step.shape:  # queries of several heads share a key
-        q_step, q_square, k_step, k_square = (x.amax() for x in (q_step, q_square, k_step, k_square))
+        q_step, q_square, k_step, k_square = (x.amax(-1, keepdim=True) for x in (q_step, q_square, k_step, k_square))
     d = query.shape[-1]
     variance = q_step.square() * k_square + k_step.square() * q_square
     return ((1 / math.sqrt(d) if scale is None else abs(scale)) * math.sqrt(d / 12)) * variance.sqrt().amax()
 
 
 def _spread(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each head the distance between two levels, and the mean square."""
+    """Return for each head the distance between two levels, (heads); and the mean squares to reckon with, (2, heads).
+
+    The first is the mean over all tokens. The second is the largest of a token, divided so that the same limit applies.
+    """
     dims = [dim for dim in range(x.dim()) if dim != x.dim() - 3]
-    return (x.amax(dims) - x.amin(dims)).float() / _LEVELS, x.float().square().mean(dims)
+    squares = x.float().square().mean(-1, keepdim=True)  # of each token
+    both = torch.stack((squares.mean(dims), squares.amax(dims) / _OF_ONE_TOKEN**2))
+    return (x.amax(dims) - x.amin(dims)).float() / _LEVELS, both
 
 
 def bits_of_scores(call: Call, bits: Literal[8, 4, 2], estimates: Estimates, name: str) -> Literal[8, 4, 2, 0]:
