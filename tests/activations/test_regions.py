@@ -312,6 +312,36 @@ def test_a_checkpoint_around_a_compiled_block_keeps_its_input_in_few_bits(reentr
         model.zero_grad()
 
 
+@pytest.mark.parametrize("what", ["model", "larger model", "function"])
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_a_model_that_was_given_before_it_was_compiled_is_told_once_to_run_uncompiled(what, caplog):
+    model, x = nn.Sequential(Block()), torch.randn(BATCH, WIDTH)
+    run = {"model": model, "larger model": nn.Sequential(model, nn.Tanh()), "function": lambda x: model(x) * 2}[what]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, backend=counter)
+
+    def told():
+        return [each.getMessage() for each in caplog.records if each.name.startswith("narrowband")]
+
+    with compress(model):
+        model(x)
+    assert not told()
+    for _ in range(2):
+        with compress(model) as saved:
+            y = compiled(x)
+        y.sum().backward()
+        assert saved.ratio > 2
+        assert not counter.frame_count
+        (line,) = told()
+        assert line.startswith("torch.compile was applied to something around the model that was given")
+    whole = torch.compile(model, backend=counter)
+    with compress(whole) as saved:
+        whole(x).sum().backward()
+    assert counter.frame_count
+    assert {*saved.by_operator} == {"compiled"}
+    assert len(told()) == 1
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("inside", [True, *thorough(False)])
 @pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")

@@ -44,7 +44,7 @@ __all__ = ["ActivationCompression", "compress_activations"]
 
 log = logging.getLogger(__name__)
 
-#: Models that a warning was logged for, since nothing of them was compressed.
+#: Models that a warning was logged for, since nothing of them was compressed, or compiled.
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _NEVER_ENTERED = (
@@ -210,12 +210,22 @@ class ActivationCompression(contextlib.ContextDecorator):
         recorder = regions.recorder
         if error[0] is None:
             self._count(recorder.saved)
-            if not recorder.packed and not self.policy.is_off and self.model not in _warned:
-                self._warn_of_nothing(recorder)
+            if self.model not in _warned:
+                self._warn(recorder)
 
-    def _warn_of_nothing(self, recorder: Recorder) -> None:
-        """Say why nothing was compressed; once for each model, not in every step."""
+    def _warn(self, recorder: Recorder) -> None:
+        """Say why nothing was compressed, or compiled; once for each model, not in every step."""
         saved = recorder.saved
+        if recorder.uncompiled and not self.modules.check():
+            _warned.add(self.model)
+            log.warning(
+                "torch.compile was applied to something around the model that was given to compress_activations (%s), "
+                "and all of it runs uncompiled inside of the context: give compress_activations the result of "
+                "torch.compile(model), and call that",
+                type(self.model).__name__,
+            )
+        if recorder.packed or self.policy.is_off:
+            return
         if not saved.raw_bytes and not recorder.covered:
             return  # nothing was saved, as in no_grad
         _warned.add(self.model)

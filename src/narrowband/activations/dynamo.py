@@ -6,15 +6,25 @@ graphs, again for every pass: :func:`narrowband.compiler.unseen` hides them from
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.overrides
 from torch import nn
 
-__all__ = ["compiled_modules", "eager_modules", "is_compiled_itself", "modules_of", "obstacle", "without_mode"]
+__all__ = [
+    "compiled_modules",
+    "eager_modules",
+    "is_compiled_itself",
+    "is_in_compiled_code",
+    "modules_of",
+    "obstacle",
+    "without_mode",
+]
 
 
 def is_compiled_itself(module: nn.Module) -> bool:
@@ -82,6 +92,17 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
 def eager_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that are neither compiled nor inside of a compiled one."""
     return [module for module in modules_of(model, is_compiled_itself) if not is_compiled_itself(module)]
+
+
+def is_in_compiled_code() -> bool:
+    """Whether something that ``torch.compile`` returned is running in this thread, and runs Python now."""
+    file = getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)  # whoever compiles has imported it
+    frame: FrameType | None = sys._getframe(1) if file else None
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from narrowband.activations.calls import (
     saved_by_checkpoint,
     says_what_rounding_does,
 )
+from narrowband.activations.dynamo import is_in_compiled_code
 from narrowband.activations.layout import Arrangement, Cut, neighbours
 from narrowband.activations.modules import Modules
 from narrowband.activations.outliers import Outliers, is_masked
@@ -73,6 +74,7 @@ class Recorder:
         packed: how many tensors were packed.
         called: whether the model, or a module of it, was called.
         covered: whether the model ran inside of other hooks on saved tensors, which PyTorch calls instead of these.
+        uncompiled: whether the model was called by compiled code. With the hooks of the pass, that runs as Python.
         between_graphs: how many tensors a compiled module saved outside of its graphs that the policy would pack. They
             are kept unchanged.
         call: the call of the running operator, as far as the function mode sees it.
@@ -85,7 +87,7 @@ class Recorder:
         self.saved = Saved()
         self.arena = Arena(pieces)
         self.packed = self.between_graphs = 0
-        self.called = self.covered = False
+        self.called = self.covered = self.uncompiled = False
         self.call = NO_CALL
         self.normalization: Normalization | None = None
         self.storages = Storages()
@@ -154,6 +156,7 @@ class Recorder:
         self.storages.live(inputs)
         if len(self._at_work) <= 1 and not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             self._extreme = False
+        self.uncompiled = self.uncompiled or is_in_compiled_code()
 
     @contextlib.contextmanager
     def inside(self, module: nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Iterator[None]:
