@@ -50,6 +50,73 @@ def error(found, expected):
     return ((a - b).norm() / b.norm()).item()
 
 
+# ---- PyTorch's fast paths --------------------------------------------------------------------------------------------
+
+
+class Frozen(nn.Module):
+    """A frozen encoder before a layer that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = encoder().requires_grad_(False).eval(), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+def layer():
+    return nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+
+
+def encoder():
+    return nn.TransformerEncoder(layer(), 2)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize(
+    "make",
+    [layer, encoder, lambda: nn.Sequential(layer(), nn.Linear(32, 32)), lambda: SelfAttention(32, 4, batch_first=True)],
+)
+def test_evaluation_without_gradients_takes_the_same_fast_paths_and_training_in_the_same_pass_does_not(make, mode):
+    torch.manual_seed(0)
+    model, x = make().eval(), torch.randn(4, 32, 32)
+    hooks = dict(model._forward_pre_hooks)
+    with mode():
+        if mode is torch.enable_grad:
+            model.requires_grad_(False)
+        expected = model(x)
+        model.requires_grad_()
+        trained = model.train()(x)
+    for _ in range(2):
+        with compress(model) as saved:
+            with mode():
+                model.eval().requires_grad_(mode is not torch.enable_grad)
+                assert torch.equal(model(x), expected)
+                assert not saved.raw_bytes
+                with pytest.raises(RuntimeError):
+                    model(x[..., :5])
+            y = model.train().requires_grad_()(x)
+        y.sum().backward()
+        assert saved.ratio > 2
+        assert (y.shape, model._forward_pre_hooks) == (trained.shape, hooks)
+        assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_frozen_encoder_inside_of_a_model_has_the_same_bits():
+    torch.manual_seed(0)
+    model, x = Frozen(), torch.randn(4, 32, 32)
+    expected = model(x)
+    with compress(model) as saved:
+        y = model(x)
+    assert torch.equal(y, expected)
+    assert saved.ratio > 2
+
+
 # ---- inference mode --------------------------------------------------------------------------------------------------
 
 

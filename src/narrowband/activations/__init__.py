@@ -6,6 +6,7 @@ The files from the interface down; each imports only from those below it.
 :mod:`.context`        ``nb.compress_activations``, the context around a forward pass; its state
 :mod:`.warmup`         compiles at set-up the loops that a model needs
 :mod:`.regions`        calls of compiled modules, and of modules that backward recomputes
+:mod:`.evaluation`     the fast paths of PyTorch's transformer layers, which evaluation takes
 :mod:`.operators`      replacements of PyTorch's operators that save a bit or a byte per element
 :mod:`.recorder`       decides how each tensor that autograd saves is kept
 :mod:`.modules`        names of modules, their attention heads, and which are recomputed

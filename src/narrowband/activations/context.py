@@ -24,9 +24,11 @@ import torch
 from torch import distributed, nn
 from torch.nn.modules import module as modules_of_torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from narrowband.activations.arena import Pieces
-from narrowband.activations.dynamo import eager_modules
+from narrowband.activations.dynamo import eager_modules, modules_of
+from narrowband.activations.evaluation import FAST, FastPaths
 from narrowband.activations.modules import Modules
 from narrowband.activations.operators import Watch
 from narrowband.activations.policy import OPERATORS, ActivationPolicy, Bits
@@ -162,7 +164,7 @@ class ActivationCompression(contextlib.ContextDecorator):
             undo.callback(stack.close)
             stack.enter_context(_collector.resting())
             recorder = Recorder(self.modules, self.policy, self.estimates, self._pieces)
-            self._attach(recorder, stack)
+            hook = self._attach(recorder, stack)
             try:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*recorder.hooks))
             except RuntimeError as error:
@@ -171,12 +173,21 @@ class ActivationCompression(contextlib.ContextDecorator):
                     raise
                 raise refused from error
             watch = stack.enter_context(Watch(recorder))
+            if hook is not None and any(isinstance(module, FAST) for module in modules_of(self.model)):
+                fast = FastPaths(watch, hook)
+                stack.callback(fast.close)
+                stack.callback(modules_of_torch.register_module_forward_pre_hook(fast.entering).remove)
+                stack.callback(modules_of_torch.register_module_forward_hook(fast.leaving, always_call=True).remove)
             undo.pop_all()
         active.regions, active.stack = Regions(recorder, watch), stack
         return recorder.saved
 
-    def _attach(self, recorder: Recorder, stack: contextlib.ExitStack) -> None:
-        """Install hooks that tell a recorder which module is running."""
+    def _attach(self, recorder: Recorder, stack: contextlib.ExitStack) -> RemovableHandle | None:
+        """Install hooks that tell a recorder which module is running.
+
+        Returns:
+            The hook on the model itself; None where parts of it are compiled, and all others have hooks.
+        """
         compiled = self.modules.check()
         begins, entering, leaving = (
             HookOfPass(recorder.begins),
@@ -188,13 +199,15 @@ class ActivationCompression(contextlib.ContextDecorator):
         if not compiled:
             stack.callback(modules_of_torch.register_module_forward_pre_hook(recorder.entering).remove)
             stack.callback(modules_of_torch.register_module_forward_hook(recorder.leaving, always_call=True).remove)
-            stack.callback(self.model.register_forward_pre_hook(begins, with_kwargs=True).remove)
-            return
+            hook = self.model.register_forward_pre_hook(begins, with_kwargs=True)
+            stack.callback(hook.remove)
+            return hook
         for module in eager_modules(self.model):  # no global module hooks: Dynamo would compile them into the graphs
             if module is self.model:
                 stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
             stack.callback(module.register_forward_pre_hook(entering).remove)
             stack.callback(module.register_forward_hook(leaving, always_call=True).remove)
+        return None
 
     @unseen
     def __exit__(self, *error: object) -> None:
