@@ -49,9 +49,8 @@ class FastPaths:
         self._running = id(module)
         self._undo.enter_context(without_mode(self._mode))
         hooks = self._hook.hooks_dict_ref()
-        own = None if hooks is None else hooks.pop(self._hook.id, None)
-        if own is not None:
-            self._undo.callback(hooks.__setitem__, self._hook.id, own)
+        if hooks is not None and self._hook.id in hooks:
+            self._undo.callback(hooks.__setitem__, self._hook.id, hooks.pop(self._hook.id))
 
     @unseen
     def leaving(self, module: nn.Module, *_: Any) -> None:
