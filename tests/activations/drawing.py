@@ -11,11 +11,13 @@ import gc
 import logging
 import random
 import sys
+import threading
 import warnings
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
@@ -81,6 +83,47 @@ def written(h):
     return F.gelu(h)
 
 
+def steps_of_lstm(h, cell):
+    state, states = None, []
+    for token in h.unbind(1):
+        state = cell(token, state)
+        states.append(state[0])
+    return torch.stack(states, 1)
+
+
+def frozen(encoder, h):
+    """A layer in evaluation, whose result counts as a constant: it takes PyTorch's fast path."""
+    was = encoder.training
+    with torch.no_grad():
+        shift = encoder.eval()(h.detach())
+    encoder.train(was)
+    return h * torch.sigmoid(shift)
+
+
+def routed(h, m):
+    """Two experts, each of which sees those tokens that it is best for; there may be none."""
+    with torch.no_grad():
+        best = m.norm(h).mean(-1) > 0
+    y = torch.zeros_like(h)
+    y[best] = F.gelu(m.last(h[best])).to(y.dtype)
+    y[~best] = m.last(F.silu(h[~best])).to(y.dtype)
+    return y
+
+
+def viewed(h):
+    h = h * 1
+    h[:, ::2].mul_(0.5)
+    h.view(-1)[: WIDTH * 3].add_(1)
+    return F.silu(h.unflatten(-1, (4, 8))[..., :7]).flatten(2).repeat(1, 1, 2)[..., :WIDTH]
+
+
+def hooked(h):
+    h = F.gelu(h)
+    if h.requires_grad:
+        h.register_hook(lambda g: g * 0.5)
+    return h * h
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -100,7 +143,7 @@ FUNCTIONS = {
     "attention, dropout": lambda h, m: attention(h, dropout_p=0.2 * m.training),
     "attention, masked": lambda h, _: attention(h, attn_mask=causal(h)),
     "attention, added mask": lambda h, _: attention(
-        h, attn_mask=torch.zeros_like(h[0, :, :TOKENS]).masked_fill(~causal(h), -1e4)
+        h, attn_mask=h.new_zeros(TOKENS, TOKENS).masked_fill(~causal(h), -1e4)
     ),
     "attention, grouped queries": lambda h, _: grouped_queries(h),
     "attention, step by step": lambda h, m: by_steps(h, m.training),
@@ -147,6 +190,11 @@ FUNCTIONS = {
     "batch norm of tokens": lambda h, _: F.batch_norm(h, None, None, training=True),
     "conv": planes(lambda p, m: m.conv(p)),
     "conv, channels last": planes(lambda p, m: F.relu_(m.conv(p.contiguous(memory_format=torch.channels_last)))),
+    "conv, groups": planes(lambda p, m: F.silu(F.conv2d(p, m.conv.weight[:, :8], m.conv.bias, padding=1, groups=4))),
+    "conv, transposed": planes(lambda p, m: F.conv_transpose2d(p, m.conv.weight, padding=1)),
+    "conv, one dimension": lambda h, m: F.gelu(
+        F.conv1d(h.transpose(1, 2), m.conv.weight[:, :, 1], padding=1)
+    ).transpose(1, 2),
     "conv, depthwise": planes(lambda p, m: F.gelu(F.conv2d(p, m.conv.weight[:, :1], padding=1, groups=WIDTH))),
     "batch norm": planes(lambda p, m: F.relu_(m.batch_norm(m.conv(p)))),
     "instance norm": planes(lambda p, m: F.instance_norm(m.conv(p))),
@@ -154,6 +202,20 @@ FUNCTIONS = {
     "average pool": planes(lambda p, _: p * torch.sigmoid(F.adaptive_avg_pool2d(p, 1))),
     "recurrent": lambda h, m: cell(h, m.last),
     "gru": lambda h, m: m.gru(h)[0],
+    "lstm": lambda h, m: m.lstm(h)[0],
+    "lstm, step by step": lambda h, m: steps_of_lstm(h, m.cell),
+    "multi-head attention": lambda h, m: m.heads(h, h, h)[0],
+    "multi-head attention, no weights": lambda h, m: m.heads(h, h.flip(1), h, need_weights=False)[0],
+    "encoder": lambda h, m: m.encoder(h),
+    "frozen encoder": lambda h, m: frozen(m.encoder, h),
+    "same weight twice": lambda h, m: F.linear(F.gelu(F.linear(h, m.last.weight)), m.last.weight.T),
+    "sparse mixture": routed,
+    "views in place": lambda h, _: viewed(h),
+    "empty parts": lambda h, _: torch.cat([F.gelu(h[:, :0]), F.silu(h)], 1),
+    "tensor hook": lambda h, _: hooked(h),
+    "baddbmm": lambda h, _: torch.baddbmm(h, h @ h.transpose(1, 2), h, beta=0.5, alpha=0.02),
+    "complex": lambda h, _: torch.fft.irfft(torch.fft.rfft(h.float(), dim=1) * 0.9, n=TOKENS, dim=1).to(h.dtype),
+    "loss inside": lambda h, _: h * (1 + F.mse_loss(h, h.roll(1, 0).detach())),
 }
 
 
@@ -168,7 +230,10 @@ class Between(nn.Module):
         self.norm, self.before = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
         self.batch_norm = nn.BatchNorm2d(WIDTH, track_running_stats=checkpointed is None)
-        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.gru, self.lstm = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+        self.heads = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.1, batch_first=True)
         self.name, self.residual, self.checkpointed = name, residual, checkpointed
 
     def inner(self, x):
@@ -198,6 +263,15 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(50, WIDTH)
         self.layers = nn.ModuleList(Between(*layer) for layer in c["layers"])
         self.head = nn.Linear(WIDTH, CLASSES)
+        if c["tied"]:
+            self.head = nn.Linear(WIDTH, 50)
+            self.head.weight = self.embedding.weight
+        if c["frozen"]:
+            self.layers[0].requires_grad_(False)
+        if c["hooks"]:
+            self.layers[0].register_full_backward_hook(lambda _, given, __: (given[0] * 1,))
+            self.layers[0].last.register_forward_hook(lambda _, __, y: y * 1.5)
+            self.head.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
 
     def forward(self, x):
         x = self.embedding(x) if self.inputs == "tokens" else x[..., ::2] if self.inputs == "strided" else x
@@ -210,7 +284,20 @@ class Model(nn.Module):
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
-MODES = ("plain", "plain", "inside", "retain", "twice", "dropped", "second", "batched", "evaluates")
+MODES = (
+    "plain",
+    "plain",
+    "inside",
+    "retain",
+    "twice",
+    "dropped",
+    "second",
+    "batched",
+    "evaluates",
+    "anew",
+    "thread",
+    "functional",
+)
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -237,20 +324,31 @@ def draw(seed):
         pattern, bits = rng.choice(("layers.0*", "*", "head")), rng.choice((8, 4, "off", "checkpoint"))
         policy["modules"] = {pattern: bits}
     again = "checkpoint" in policy.get("modules", {}).values() or any(how is not None for *_, how in layers)
-    fused = any("attention" in name and "step" not in name for name, *_ in layers)
+    if again:  # a router may send tokens elsewhere in the second run, which is an error that says so
+        layers = [("gelu" if name == "sparse mixture" else name, *rest) for name, *rest in layers]
+    fused = any(("attention" in name and "step" not in name) or name == "encoder" for name, *_ in layers)
     # PyTorch has no gradients of gradients of fused attention on a CPU, and no batches of gradients where backward
     # runs a dropout again.
     unable = ("second", "batched") if again else ("second",) if fused else ()
     mode = rng.choice([mode for mode in MODES if mode not in unable])
+    sizes = rng.choice(((4, 4, 4, 4), (4, 3, 1, 6), (4, 3, 0, 2)))
+    names = {name for name, *_ in layers}
+    # Nor does it transform nothing, and its graphs take one image for contiguous that lies channels last.
+    if 0 in sizes and "complex" in names:
+        sizes = (4, 4, 4, 4)
     return {
         "seed": seed, "layers": layers, "policy": policy,
-        "inputs": rng.choice(("tokens", "floats", "strided", "with gradients")),
+        "inputs": rng.choice(("tokens", "floats", "strided", "expanded", "with gradients")),
+        "tied": rng.random() < 0.2, "frozen": rng.random() < 0.15, "hooks": rng.random() < 0.15,
         "probabilities": rng.random() < 0.2,
         "dtype": rng.choice(("float32",) * 4 + ("float64", "bfloat16", "float16", "autocast")),
-        "sizes": rng.choice(((4, 4, 4, 4), (4, 3, 1, 6))),
+        "sizes": sizes,
         "mode": mode,
         "bad": rng.choice((None, "inf", "nan")),
-        "compiled": rng.random() < 0.05 and not again and mode not in ("second", "batched", "retain"),
+        "compiled": (
+            rng.random() < 0.05 and not again and mode not in ("second", "batched", "retain")
+            and "conv, channels last" not in names
+        ),
     }  # fmt: skip
 
 
@@ -281,13 +379,19 @@ class Run:
             return torch.randint(50, (size, TOKENS), generator=rng), y
         width = 2 * WIDTH if self.c["inputs"] == "strided" else WIDTH
         x = torch.randn(size, TOKENS, width, generator=rng).to(self.dtype)
+        if self.c["inputs"] == "expanded":
+            x = x[:, :1].expand(-1, TOKENS, -1)
         return x.requires_grad_(self.c["inputs"] == "with gradients"), y
 
     def context(self):
+        if self.saving is not None and self.c["mode"] == "anew":
+            self.saving = nb.compress_activations(self.net, policy=self.saving.policy)
         return contextlib.nullcontext() if self.saving is None else self.saving
 
     def called(self, x):
         with torch.autocast("cpu", torch.bfloat16, enabled=self.c["dtype"] == "autocast"):
+            if self.c["mode"] == "functional":
+                return functional_call(self.net, dict(self.net.named_parameters()), (x,))
             return self.net(x)
 
     def loss(self, y, target):
@@ -301,7 +405,7 @@ class Run:
             x = x.detach().clone().requires_grad_(x.requires_grad)
             x.data[0, 0, 0] = float(bad)
         torch.manual_seed(1000 * self.c["seed"] + at)
-        leaves = [*self.model.parameters(), *[x] * x.requires_grad]
+        leaves = [p for p in (*self.model.parameters(), x) if p.requires_grad]
         if mode == "evaluates":
             with torch.no_grad(), self.context():
                 self.outputs.append(self.called(x))
@@ -323,7 +427,11 @@ class Run:
             losses = torch.stack([loss, y.float().square().mean()])
             gradients = torch.autograd.grad(losses, leaves, torch.eye(2), is_grads_batched=True, allow_unused=True)
         else:
-            if mode != "inside":
+            if mode == "thread":
+                other = threading.Thread(target=loss.backward)
+                other.start()
+                other.join()
+            elif mode != "inside":
                 loss.backward()
             gradients = [p.grad for p in leaves]
         self.model.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from tests.activations.drawing import kept
 from tests.activations.helpers import Heads, compress, linears, payloads
 from tests.activations.models import ViT, mlp, same
 from tests.ranks import run_ranks
@@ -68,6 +71,102 @@ def test_a_model_may_hold_what_it_computed():
     del model
     assert alive() is None
     assert payloads() == 0
+
+
+class Fails(torch.autograd.Function):
+    """Its backward fails."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(_ctx, _gradient):
+        raise ZeroDivisionError
+
+
+class Failing(nn.Module):
+    """Fails in forward, in backward, or not at all."""
+
+    where = None
+
+    def forward(self, x):
+        if self.where == "forward":
+            raise ZeroDivisionError
+        return Fails.apply(x) if self.where == "backward" else x
+
+
+def computes(model, handle, x):
+    with handle:
+        return model(x).square().mean()
+
+
+def retains(model, handle, x):
+    y = computes(model, handle, x)
+    y.backward(retain_graph=True)
+    assert payloads()
+    y.backward(retain_graph=True)
+
+
+def runs_backward_inside(model, handle, x):
+    with handle:
+        model(x)
+        model(x).square().mean().backward()
+
+
+def fails_in_forward(model, handle, x):
+    model[2].where = "forward"
+    with pytest.raises(ZeroDivisionError):
+        computes(model, handle, x)
+
+
+def fails_behind_the_model(model, handle, x):
+    with pytest.raises(ZeroDivisionError), handle:
+        _ = model(x).sum() / 0 + 1 // 0
+
+
+def fails_in_backward(model, handle, x):
+    model[2].where = "backward"
+    y = computes(model, handle, x)
+    with pytest.raises(ZeroDivisionError):
+        y.backward()
+
+
+def asks_for_one_gradient(model, handle, x):
+    torch.autograd.grad(computes(model, handle, x), model[-1].weight)
+
+
+def drops_a_checkpoint(model, handle, x):
+    with handle:
+        model[3:](checkpoint(model[:3], model[0](x), use_reentrant=False)).sum()
+    gc.collect()  # PyTorch's checkpoint holds its inputs in a cycle
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(
+    "step",
+    [
+        computes, retains, runs_backward_inside, fails_in_forward, fails_behind_the_model, fails_in_backward,
+        asks_for_one_gradient, drops_a_checkpoint,
+    ],
+)  # fmt: skip
+def test_whatever_becomes_of_a_step_nothing_is_held_after_it(step):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.Sequential(nn.Linear(32, 32), layer, Failing(), nn.Flatten(0, 1), *mlp())
+    x = torch.randn(4, 16, 32)
+    handle = compress(model)
+    before = {*map(id, kept())}
+    for _ in range(3):
+        step(model, handle, x)
+        model[2].where = None
+        assert not {*map(id, kept())} - before
+        assert handle._pieces.idle_nbytes == handle._pieces.nbytes > 0
+    one = handle._pieces.nbytes
+    for _ in range(3):
+        step(model, handle, x)
+        model[2].where = None
+    assert handle._pieces.nbytes == one
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
