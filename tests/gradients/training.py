@@ -116,13 +116,13 @@ def buckets(model):
 
 
 @contextlib.contextmanager
-def heard():
-    """What narrowband logs meanwhile."""
+def heard(of=logging.LogRecord.getMessage):
+    """What narrowband logs meanwhile: messages, or what a function makes of each record."""
     messages = []
 
     class Ear(logging.Handler):
         def emit(self, record):
-            messages.append(record.getMessage())
+            messages.append(of(record))
 
     ear, logger = Ear(), logging.getLogger("narrowband")
     logger.addHandler(ear)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
 from tests.gradients.shards import shard, whole
-from tests.gradients.training import adamw, flat, mlp, refusal, train
+from tests.gradients.training import adamw, flat, mlp, refusal, sgd, train
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 from tests.updates.training import nesterov
@@ -232,6 +233,40 @@ def test_gradients_and_updates_are_not_averaged_among_the_same_ranks():
         for (_, text), call, ranks in zip(errors, makers, both, strict=True):
             assert f"has a handle of {call} already, which averages with ranks {ranks}" in text
         assert torch.equal(trained, answers[0][1])
+
+
+def coded_and_others(rank, world_size):
+    """What averages a model in CodedDataParallel once more: among the same ranks, and between machines."""
+    mesh = mesh_of(2, 2)
+    inside, between = mesh["ranks"].get_group(), mesh["replicas"].get_group()
+    model = mlp()
+    coded = nb.CodedDataParallel(model, redundancy=1, transport="broadcast", process_group=inside)
+    optimizer = sgd(model)
+    errors = [refusal(lambda m=each: nb.compress_updates(m, optimizer, "none")) for each in (coded, model)]
+    errors.append(refusal(lambda: nb.compress_gradients(model[0], "none")))
+    handle = nb.compress_updates(coded, optimizer, "none", min_numel=64, process_group=between, every=1)
+    x, y = coded.split(torch.ones(4, 24), torch.arange(32.0).reshape(4, 8) * (rank // 2))
+    (coded(x) - y).square().mean().backward()
+    optimizer.step()
+    trained = flat(model)
+    del coded
+    gc.collect()
+    errors.append(refusal(lambda: nb.CodedDataParallel(model, redundancy=1, process_group=between)))
+    handle.remove()
+    return errors, trained
+
+
+def test_what_coded_packets_average_is_not_averaged_among_the_same_ranks():
+    """Neither as updates nor as gradients; and updates that are averaged are not averaged by coded packets."""
+    answers = run_ranks(coded_and_others, 4)
+    for rank, (errors, trained) in enumerate(answers):
+        assert [kind for kind, _ in errors] == ["UnsupportedError"] * 4
+        for _, text in errors[:3]:
+            assert f"is in CodedDataParallel, which averages with ranks {[rank ^ 1]}" in text
+            assert "Train the module without that wrapper" in text
+        assert f"has a handle of compress_updates already, which averages with ranks {[rank ^ 2]}" in errors[3][1]
+        assert torch.equal(trained, answers[0][1])
+    assert not torch.equal(answers[0][1], flat(mlp()))
 
 
 def with_a_plan(rank, world_size):

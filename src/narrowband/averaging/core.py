@@ -18,6 +18,7 @@ are grouped as they are. On the engine's thread:
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -80,6 +81,9 @@ class Averaging:
 
     #: What the error says if ranks disagree about a step.
     _advice: ClassVar[str] = ADVICE
+
+    #: The level at which an error that stops the exchange is logged, with its traceback.
+    _error_level: ClassVar[int] = logging.ERROR
 
     def __init__(
         self,
@@ -148,7 +152,7 @@ class Averaging:
         clips = observer is not None and math.isfinite(observer.clip)
         others = borrow(self._inside_group, device) if clips and self._inside_group is not None else None
         fail = weakref.WeakMethod(self._fail)
-        self._engine = Engine(device, lambda error: _call(fail(), error))
+        self._engine = Engine(device, lambda error: _call(fail(), error), self._error_level)
         self._close = weakref.finalize(self, _close, self._engine, self._loan, *([] if others is None else [others]))
         self._parts = Parts(
             self.layers,

@@ -60,25 +60,29 @@ def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup 
 
 
 def check_once(model: nn.Module, group: dist.ProcessGroup | None, *, besides: str) -> None:
-    """Check that a model has no handle of the other kind, which averages it with ranks of the group already.
+    """Check that nothing of another kind averages a model with ranks of the group already.
 
     Args:
         model: the model, or the DistributedDataParallel around it.
         group: the ranks that are to average.
-        besides: the function that makes handles of the other kind: ``compress_gradients`` or ``compress_updates``.
+        besides: the function that averages in the other way: ``compress_gradients`` or ``compress_updates``.
+            ``CodedDataParallel`` is looked for in any case.
 
     Raises:
-        UnsupportedError: it has one.
+        UnsupportedError: one of them does.
     """
     others = set() if group is None else set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
     for call, ranks in handles_of(model):
         both = sorted(others & ranks)
-        if call == besides and both:
+        if call in (besides, "CodedDataParallel") and both:
+            coded = call == "CodedDataParallel"
+            has = "is in CodedDataParallel" if coded else f"has a handle of {call} already"
+            instead = "Train the module without that wrapper" if coded else "Call remove() of that handle first"
             raise UnsupportedError(
-                f"this model, or a part of it, has a handle of {call} already, which averages with ranks {both}. "
-                "Averaged gradients make equal updates, so averaging both would be for nothing. Call remove() of that "
-                "handle first; or give the two process groups that have only this rank in common, such as the ranks of "
-                "one machine for gradients, and one rank of each machine for updates"
+                f"this model, or a part of it, {has}, which averages with ranks {both}. What ranks have averaged is "
+                f"equal on all of them, so averaging it again would be for nothing. {instead}; or give the two process "
+                "groups that have only this rank in common, such as the ranks of one machine for gradients, and one "
+                "rank of each machine for updates"
             )
 
 

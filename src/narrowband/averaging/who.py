@@ -9,7 +9,8 @@ There are three possibilities, also in combination:
 
 Code that runs several backward passes in a step has to know. A pipeline stage, for example, knows which of its passes
 is the last, but not the handle that its user made. So handles are registered here (:func:`remember`). So are handles of
-updates (:func:`remember_updates`), because the same ranks need not average both (:func:`handles_of`).
+updates (:func:`remember_updates`) and models in CodedDataParallel (:func:`remember_coded`), because the same ranks need
+not average twice (:func:`handles_of`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ __all__ = [
     "handles_of",
     "is_unit",
     "remember",
+    "remember_coded",
     "remember_updates",
     "shares_with",
     "units_of",
@@ -111,7 +113,8 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 #: even if the user does not keep it.
 _handles: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
 
-#: Every handle of gradients or updates → the function that made it, its module, and the ranks that average.
+#: Every handle of gradients or updates, and every CodedDataParallel → the function or class that made it, its module,
+#: and the ranks that average.
 _ranks: weakref.WeakKeyDictionary[object, tuple[str, weakref.ref[nn.Module], frozenset[int]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -141,8 +144,8 @@ def shares_with(module: nn.Module) -> bool:
 
 
 def handles_of(module: nn.Module) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yield, for each handle that averages gradients or updates of any of a module's parameters, the function that made
-    it, and the ranks that average.
+    """Yield, for each handle or CodedDataParallel that averages gradients or updates of any of a module's parameters,
+    the function or class that made it, and the ranks that average.
 
     Example:
         >>> list(handles_of(nn.Linear(2, 2)))
@@ -175,6 +178,11 @@ def remember(module: nn.Module, handle: object, group: dist.ProcessGroup) -> Non
 def remember_updates(module: nn.Module, handle: object, group: dist.ProcessGroup) -> None:
     """Register a module's handle of updates, which averages over the ranks of a group."""
     _ranks[handle] = "compress_updates", weakref.ref(module), frozenset(dist.get_process_group_ranks(group))
+
+
+def remember_coded(module: nn.Module, wrapper: object, group: dist.ProcessGroup) -> None:
+    """Register a module inside CodedDataParallel, which averages its gradients over the ranks of a group."""
+    _ranks[wrapper] = "CodedDataParallel", weakref.ref(module), frozenset(dist.get_process_group_ranks(group))
 
 
 def forget(module: nn.Module, handle: object) -> None:

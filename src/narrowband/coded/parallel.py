@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from narrowband import kernels
 from narrowband.averaging.agreement import checked_on_all
-from narrowband.averaging.who import shares_with
+from narrowband.averaging.replicas import check_once
+from narrowband.averaging.who import remember_coded, shares_with
 from narrowband.coded.assignment import Assignment, CodedSampler
 from narrowband.coded.average import BlockAverage
 from narrowband.coded.blocks import Run
@@ -106,7 +107,8 @@ class CodedDataParallel(nn.Module):
     Raises:
         ValueError: numbers that do not fit together, or ranks that differ in model or arguments.
         UnsupportedError: no process group; a model that cannot be trained this way (BatchNorm, sparse or complex
-            gradients, several devices); or a transport that cannot go on without a rank as ``max_failures`` wants.
+            gradients, several devices), or that the same ranks average already; or a transport that cannot go on
+            without a rank as ``max_failures`` wants.
 
     Backward raises :class:`~narrowband.transport.RanksLostError` on all ranks if more are lost than ``max_failures``,
     and on a rank that the others have gone on without, once it cannot return.
@@ -159,6 +161,7 @@ class CodedDataParallel(nn.Module):
                     "compress_gradients was called for this model, whose gradients CodedDataParallel averages by "
                     "itself: call the handle's remove() on all ranks first, and send fewer bytes with bits=16 or bits=8"
                 )
+            check_once(module, users, besides="compress_updates")
             check_failures(max_failures, silence_timeout, rejoin_steps, arguments["redundancy"], transport)
             size = dist.get_world_size(users)
             chosen = Assignment(size, arguments["redundancy"], arguments["group"] or 0, arguments["shares"] or ())
@@ -207,6 +210,7 @@ class CodedDataParallel(nn.Module):
             loan.give_back()
             raise
         weakref.finalize(self, _close, self.transport, loan)
+        remember_coded(module, self, users)
 
     # ---- for the user ------------------------------------------------------------------------------------------------
 

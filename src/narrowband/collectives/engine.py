@@ -118,10 +118,14 @@ class Engine(SerialExecutor):
     Args:
         device: the device of the tensors.
         failed: called on the thread with the error that stopped it, and again for everything posted after that.
+        level: the level at which that error is logged, with its traceback.
     """
 
-    def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, device: torch.device, failed: Callable[[BaseException], None], level: int = logging.ERROR
+    ) -> None:
         super().__init__("narrowband-engine")
+        self._level = level
         self._device = device
         self._failed = failed
         self._order: deque[_Running] = deque()
@@ -192,9 +196,11 @@ class Engine(SerialExecutor):
         try:
             what()
         except BaseException as error:
-            hint = _OTHERS if self._awaits else ""
-            log.exception(
-                "the exchange stopped because of this error; nothing more is sent over its connections%s", hint
+            log.log(
+                self._level,
+                "the exchange stopped because of this error; nothing more is sent over its connections%s",
+                _OTHERS if self._awaits else "",
+                exc_info=True,
             )
             self._order.clear()
             self._failed(error)

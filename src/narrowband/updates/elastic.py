@@ -72,6 +72,7 @@ class ElasticUpdateCompression(UpdateCompression):
     """
 
     _compares_updates = False  # a peer that comes later knows not whether the others have
+    _error_level = logging.DEBUG  # what breaks off is held again, and a warning says so
 
     def __init__(
         self,
@@ -259,12 +260,10 @@ class ElasticUpdateCompression(UpdateCompression):
                 except (RendezvousError, UnsupportedError):
                     raise
                 except RuntimeError as error:  # errors of the network: gloo raises RuntimeError
-                    log.warning(
-                        "round %d: the exchange broke off, and will be repeated: %s",
-                        view.round + self._rounds_before,
-                        error,
-                    )
+                    self._tell_of_another_try(view, _in_a_line(error))
                 committed = self._meeting.vote(view, good=good, within_s=self._connections.breaks_off_after_s)
+                if good and not committed:
+                    self._tell_of_another_try(view, "it broke off on another peer, or a peer did not say in time")
             except BaseException:
                 self._leave_round()
                 raise
@@ -278,6 +277,11 @@ class ElasticUpdateCompression(UpdateCompression):
                 self._has_its_round, self._changes.found = True, False
                 return
             self._undo(put_back)
+
+    def _tell_of_another_try(self, view: View, why: str) -> None:
+        log.warning(
+            "round %d: the exchange broke off, and will be repeated: %s", view.round + self._rounds_before, why
+        )
 
     def _leave_round(self) -> None:
         """Vote against the round whose outcome this peer does not know, if there is one, and undo its exchange unless
@@ -558,6 +562,11 @@ def _refuse(model: nn.Module, settings: Settings, rounds: Rounds) -> None:
             "peers=... creates the default process group itself, and there is one already; do not call "
             "init_process_group"
         )
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Return what an error says, without the C++ stack that PyTorch adds to some."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _as_module(tensors: Sequence[Tensor]) -> nn.Module:

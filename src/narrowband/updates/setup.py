@@ -124,8 +124,8 @@ def compress_updates(
         TypeError: ``model`` is no module, or ``optimizer`` no optimizer.
         ValueError: a number out of range, a spec that does not exist, a parameter that no optimizer steps, an
             optimizer that has a handle already, or a buffer to which no mean can be written.
-        UnsupportedError: no process group, one with ranks of the same replica, a handle of ``compress_gradients`` for
-            the same parameters and ranks, or a combination that cannot work.
+        UnsupportedError: no process group, one with ranks of the same replica, a handle of ``compress_gradients`` or a
+            ``CodedDataParallel`` for the same parameters and ranks, or a combination that cannot work.
         DisagreementError: ranks passed different models or arguments.
 
     Example:
