@@ -50,7 +50,8 @@ def interrupted(rank, world_size, address, where):
             difference = fragments._take_difference
             fragments._take_difference = stops(difference, after=True)  # the first tensor has changed
         else:
-            handle._meeting._meet = stops(handle._meeting._meet, after=False)
+            waits = handle._meeting._meet
+            handle._meeting._meet = stops(waits, after=where == "when it has been put into the round")
     else:
         feed = handle.feed
 
@@ -84,6 +85,7 @@ def interrupted(rank, world_size, address, where):
     [
         "while it takes its update",
         "while it waits",
+        "when it has been put into the round",
         "in an exchange",
         "after an exchange",
         "after the vote",

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
     from narrowband.adapt import Policy
     from narrowband.averaging.agreement import Agreement
+    from narrowband.averaging.settings import Settings
     from narrowband.codecs import Codec
     from narrowband.collectives import Exchange
     from narrowband.feedback import Compression
 
-__all__ = ["FAILED", "use_all", "use_once", "warm_up"]
+__all__ = ["FAILED", "use_all", "use_once", "warm_up", "warm_up_alone"]
 
 #: What the error says if a warm-up failed on some ranks.
 FAILED = "Set-up runs what a step will run, which failed on some ranks"
@@ -80,6 +81,27 @@ def warm_up(
         agreement.now({"call": "warm_up"}, FAILED, failure)
 
 
+def warm_up_alone(settings: Settings, device: torch.device) -> None:
+    """Compile, or load from the cache, every loop that a step with these settings may need, among any number of ranks.
+    No rank is waited for, and :func:`warm_up` finds nothing left to do.
+    """
+    chosen, plan = settings.compression, settings.plan
+    kinds = [chosen]
+    if settings.small not in ("uncompressed", "fused"):
+        kinds.append(compression(settings.small).beside(chosen))
+    if plan is not None:
+        kinds += [compression(spec).beside(chosen) for spec in dict.fromkeys(plan.specs().values())]
+    use_all(kinds, device)
+    if any(_may_share(kind, settings) for kind in kinds):
+        use_shares(device)
+
+
+def _may_share(kind: Compression, settings: Settings) -> bool:
+    """Return whether ``sparse_reduce`` may carry payloads of this compression, among however many ranks."""
+    asked = settings.collective in ("auto", "sparse_reduce")
+    return asked and collective("sparse_reduce").obstacle(kind.codec, kind.feedback) is None
+
+
 def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
     """Call :func:`use_once` for each spec that was not warmed up in this process."""
     here = device, torch.get_num_threads()
@@ -129,7 +151,9 @@ def use_once(x: Tensor, chosen: Compression) -> None:
         for _ in exchange.job():
             pass
         exchange.deliver(good=True)
-        kernels.low_rank_product(operand.x, *(x.new_zeros(1, side) for side in x.shape))  # as of a narrow layer
+        narrow = [x.new_zeros(1, side) for side in x.shape]  # as of a narrow layer
+        kernels.low_rank_product(operand.x, *narrow)
+        kernels.low_rank_product(operand.x, *narrow, accumulate=True)  # as when a residual is asked for, or saved
         return
     if feedback is not None and feedback.needs_learning_rates:
         feedback.set_learning_rates({"": 1.0})

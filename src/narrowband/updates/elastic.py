@@ -33,11 +33,14 @@ from torch import nn
 from narrowband.averaging.flat import form_of, real
 from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.state import check_state, kept
+from narrowband.averaging.warmup import warm_up_alone
 from narrowband.collectives import new_group
 from narrowband.errors import DisagreementError, UnsupportedError
+from narrowband.kernels.compiling import announced
 from narrowband.updates.averaged import floating_buffers
 from narrowband.updates.changed import Changes, all_or_none
 from narrowband.updates.connections import Connections
+from narrowband.updates.fragments import compile_loops
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
 from narrowband.updates.rounds import UpdateCompression
 from narrowband.updates.stepping import facts_of, in_training
@@ -98,6 +101,10 @@ class ElasticUpdateCompression(UpdateCompression):
         self.peers: tuple[str, ...] = ()
         facts = _facts(model, optimizers, settings, rounds)
         self._meeting = Meeting(rendezvous, rendezvous.connect(), facts)
+        with announced("updates"):  # before this peer arrives, since others wait for it from then on
+            device = next(p.device for p in model.parameters() if p.requires_grad)
+            warm_up_alone(settings, device)
+            compile_loops(device)
 
         def begin(view: View) -> None:
             group = self._open(view)

@@ -245,18 +245,29 @@ class Meeting:
         with self._answering():
             while True:
                 turn = self._turn() + 1
+                self._stay_out(turn - 1)
                 slot = self._store.add(f"{turn}/arrived", 1) - 1
                 try:
                     self._store.set(f"{turn}/{slot}", json.dumps(asdict(own)))
                     self._meet(turn, own, end)
+                    view = self._view(turn, own)
+                    self._advance(turn)
                 except BaseException:  # Ctrl-C, too: a peer that does not wait any longer must not be put into a view
                     with contextlib.suppress(RuntimeError, OSError):
                         self._store.set(f"{turn}/{slot}", _NOBODY)
+                        self._stay_out(turn)
                     raise
-                view = self._view(turn, own)
-                self._advance(turn)
-                if view is not None:
+                if view is not None and view.entries[view.rank] == own:
                     return view
+                self._stay_out(turn)
+
+    def _stay_out(self, turn: int) -> None:
+        """Abort a turn's round if this peer was put into its view and takes no part, so that the others need not wait:
+        Ctrl-C came at that moment, and the entry in the view tells what the peer had before.
+        """
+        view = self._decided(turn)
+        if view is not None and any(entry.peer == self.peer for entry in view.entries):
+            self._store.compare_set(f"{turn}/outcome", "", "abort")
 
     def _meet(self, turn: int, own: Entry, end: float) -> None:
         """Wait until the turn has a view, and propose one when that is due."""

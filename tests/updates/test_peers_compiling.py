@@ -1,0 +1,49 @@
+"""A peer has all loops that a round needs before others wait for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from narrowband.kernels.cpu.cache import LoopCache
+from narrowband.updates.rendezvous import Meeting
+from tests.gradients.training import train
+from tests.ranks import run_ranks
+from tests.updates.peers import join
+
+#: Each with what it adds to the loops of the others.
+RUNS = {
+    "none": {},
+    "topk:density=0.01+ef": {},
+    "qsgd:bits=2+ef": {"outer": "auto"},
+    "powersgd:rank=2,min_ratio=1": {},
+}
+
+
+def loading(rank, world_size, address):
+    """For each run, the loops that this process used first before it arrived, and after that."""
+    load, arrive, found = LoopCache.load_overload, Meeting.arrive, {}
+    here = []
+
+    def loaded(self, *given):
+        here[-1].append(self.name)
+        return load(self, *given)
+
+    def arrived(self, *given, **options):
+        here.append([])
+        return arrive(self, *given, **options)
+
+    LoopCache.load_overload, Meeting.arrive = loaded, arrived
+    for spec, options in RUNS.items():
+        here[:] = [[]]
+        model, optimizer, handle = join(address, rank, spec, begin_with=world_size, run=spec, **options)
+        train(model, rank, range(4), optimizer)
+        handle.remove()
+        found[spec] = here[0], sum(here[1:], [])
+    return found
+
+
+@pytest.mark.parametrize("peers", [2, 3])
+def test_who_comes_compiles_before_others_wait_for_it(store, peers):
+    for found in run_ranks(loading, peers, store, group=False, fresh=True):
+        assert found["none"][0]
+        assert {spec: after for spec, (_, after) in found.items()} == dict.fromkeys(RUNS, [])
