@@ -28,13 +28,14 @@ __all__ = ["DEFAULTS", "Schedule", "draw"]
 
 DEFAULTS: dict[str, Any] = {
     "spec": "none", "optimizer": "adamw", "outer": 1.0, "weigh": "steps", "every": 2, "residuals": "apart", "least": 1,
-    "buffers": False, "serves": "command", "rounds": 8, "grace_s": 1.0, "exchange_s": 4.0, "events": (), "collective": "auto",
+    "buffers": False, "serves": "command", "rounds": 8, "grace_s": 1.0, "exchange_s": 4.0, "events": (),
+    "collective": "auto",
 }  # fmt: skip
 
 #: Option → values other than its default, one of which it may have.
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "spec": ("topk:density=0.1+ef", "topk:density=0.1+ef", "qsgd:bits=4+ef", "qsgd:bits=4+ef", "powersgd:rank=2,min_ratio=1",
-             "uniform:bits=4,group=64+ef:store=bf16", "sign+ef"),
+    "spec": ("topk:density=0.1+ef", "topk:density=0.1+ef", "qsgd:bits=4+ef", "qsgd:bits=4+ef",
+             "powersgd:rank=2,min_ratio=1", "uniform:bits=4,group=64+ef:store=bf16", "sign+ef"),
     "optimizer": ("momentum",), "outer": ("nesterov", "auto", 0.7), "weigh": ("samples",), "every": (1, 3, "50ms"),
     "residuals": ("in-place",), "least": (2,), "buffers": (True,), "serves": ("peer",), "grace_s": (0.3, 3.0),
     "exchange_s": (2.0, 8.0), "collective": ("scatter_reduce",),
@@ -83,11 +84,11 @@ def draw(seed: int) -> Schedule:
 
 
 def _events(dice: random.Random, s: Schedule) -> tuple[tuple[str, int, int, str, int], ...]:
-    """What happens. Slot 0 stays, so that somebody has the parameters, and with ``least=2`` slot 1 does, too."""
+    """Draw what happens. Slot 0 stays, so that somebody has the parameters, and with ``least=2`` slot 1 does, too."""
     there = set(range(s["peers"] if dice.random() < 0.6 else s["peers"] - 1))
-    events: list[tuple[str, int, int, str, int]] = []
-    for slot in set(range(s["peers"])) - there:
-        events.append(("come", slot, dice.randint(1, 4), *_set_up(dice)))
+    late = set(range(s["peers"])) - there
+    events: list[tuple[str, int, int, str, int]]
+    events = [("come", slot, dice.randint(1, 4), *_set_up(dice)) for slot in late]
     stays = {0, 1} if s["least"] == 2 else {0}
     for at in sorted(dice.randint(1, s["rounds"] - 1) for _ in range(dice.randint(2, 5))):
         slot = dice.randrange(s["peers"])

@@ -61,6 +61,15 @@ class Ledger:
                 del table[later]
         self.turns.clear()
 
+    def last_peers(self):
+        """The peers that have the parameters of the last round, as far as they live: ``slot.life``."""
+        for turn in sorted(self.brought, reverse=True):
+            votes = self.brought[turn]
+            _, peers, _ = next(iter(votes.values()))
+            if turn[0] == self.generation and self.outcomes.get(turn, len(votes) == len(peers)):
+                return {name.rpartition("-")[0] for name, _ in peers}
+        return set()
+
     # ---- what is checked ---------------------------------------------------------------------------------------------
 
     def check(self):
@@ -84,10 +93,7 @@ class Ledger:
             if lacking:
                 self.problems.append(f"round {rounds} was committed without the votes of {lacking}")
                 continue
-            if not sum(weight for _, weight in peers):
-                mean = None
-            else:
-                mean = self.mean_of(rounds, peers, here)
+            mean = self.mean_of(rounds, peers, here) if sum(weight for _, weight in peers) else None
             before, after = (self.rounds[number][1][0].double() for number in (rounds - 1, rounds))
             moved = after - before
             if nesterov:

@@ -294,7 +294,12 @@ def live(pipe, stacks, s, slot, life, address, folder, resumes, rules, killed_at
             address = f"127.0.0.1:{held.port}"
             pipe.send(address)
         peers = nb.Rendezvous(
-            address, grace_s=s["grace_s"], exchange_s=s["exchange_s"], patience_s=PATIENCE_S, name=f"{slot}.{life}", **rules
+            address,
+            grace_s=s["grace_s"],
+            exchange_s=s["exchange_s"],
+            patience_s=PATIENCE_S,
+            name=f"{slot}.{life}",
+            **rules,
         )
         peer = Peer(s, slot, life, pipe, peers, folder, resumes, killed_at)
         try:

@@ -112,7 +112,9 @@ class Conductor:
     def run(self):
         try:
             self.serve()
-            coming = {slot for what, slot, at, *_ in self.events if what == "come" and not self.is_there_before(slot, at)}
+            coming = {
+                slot for what, slot, at, *_ in self.events if what == "come" and not self.is_there_before(slot, at)
+            }
             first = [slot for slot in range(self.s["peers"]) if slot not in coming]
             for slot in first:
                 self.start(slot, begin_with=max(len(first), self.s["least"]))
@@ -173,7 +175,9 @@ class Conductor:
         if self.silent >= 200 and self.is_lost():
             self.lost = True
         elif self.silent >= LOOKS:
-            self.ledger.problems.append("peers wait for ever:\n" + "\n".join(self.stand(each) for each in self.lives.values()))
+            self.ledger.problems.append(
+                "peers wait for ever:\n" + "\n".join(self.stand(each) for each in self.lives.values())
+            )
         self.answer()
 
     def is_over(self):
@@ -251,9 +255,9 @@ class Conductor:
             self.start(slot, resumes=self.last, begin_with=len(before), least=len(before))
 
     def is_lost(self):
-        """Whether all that have the parameters of the last round are gone, so that the others wait for one to return."""
-        last = max((each.rounds for each in self.all), default=0)
-        return all(each.rounds < last for each in self.lives.values()) and any(each.rounds for each in self.lives.values())
+        """Whether nobody has the parameters of the last round any more, so that the others wait for one to return."""
+        there = self.ledger.last_peers()
+        return bool(there) and not any(x.name in there and not x.interrupted for x in self.lives.values())
 
     def stand(self, life):
         """Where a peer stands."""

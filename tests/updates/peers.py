@@ -10,6 +10,8 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import narrowband as nb
 from tests.gradients.training import adamw, flat, mlp, train
@@ -20,6 +22,26 @@ SPECS = ["none", "topk:density=0.1+ef", "qsgd:bits=2+ef", "powersgd:rank=2,min_r
 
 #: Long enough never to be over where nobody is missing, so that a test that waited for it would time out.
 LONG_S = 300.0
+
+
+class Normed(nn.Module):
+    """With buffers, an embedding that is frozen, and a matrix that lies otherwise."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(24, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.last = nn.Linear(40, 8)
+        self.kept = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.last.weight = nn.Parameter(self.last.weight.detach().t().contiguous().t())
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def everything(model):
+    return torch.cat([x.detach().flatten().float() for x in model.state_dict().values() if x.is_floating_point()])
 
 
 def join(

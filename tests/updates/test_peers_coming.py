@@ -9,7 +9,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import narrowband as nb
 from narrowband.averaging import replicas
@@ -17,24 +16,16 @@ from narrowband.updates import elastic
 from narrowband.updates import rounds as rounds_of
 from tests.gradients.training import flat, heard, mlp, refusal, sgd, train
 from tests.ranks import run_ranks
-from tests.updates.peers import LONG_S, die, join, left_over, train_until_the_newcomer_has_seen_enough
+from tests.updates.peers import (
+    LONG_S,
+    Normed,
+    die,
+    everything,
+    join,
+    left_over,
+    train_until_the_newcomer_has_seen_enough,
+)
 from tests.updates.training import nesterov
-
-
-class Normed(nn.Module):
-    """With buffers, an embedding that is frozen, and a matrix that lies otherwise."""
-
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Linear(24, 40)
-        self.norm = nn.BatchNorm1d(40)
-        self.last = nn.Linear(40, 8)
-        self.kept = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.last.weight = nn.Parameter(self.last.weight.detach().t().contiguous().t())
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.norm(self.first(x))))
 
 
 def coming(rank, world_size, address, outer):
@@ -59,10 +50,6 @@ def coming(rank, world_size, address, outer):
         time.sleep(0.02 if handle.rounds >= 4 else 0)  # let it have a core
     handle.remove()
     return seen
-
-
-def everything(model):
-    return torch.cat([x.detach().flatten().float() for x in model.state_dict().values() if x.is_floating_point()])
 
 
 @pytest.mark.parametrize("outer", ["auto", "nesterov"])

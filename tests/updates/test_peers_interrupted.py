@@ -10,16 +10,16 @@ import torch
 
 import narrowband as nb
 from narrowband.updates import fragments
-from tests.gradients.training import flat, loss_of, refusal, sgd, train
+from tests.gradients.training import loss_of, refusal, sgd, train
 from tests.ranks import run_ranks
-from tests.updates.peers import LONG_S, join
+from tests.updates.peers import LONG_S, Normed, everything, join
 
 
 def interrupted(rank, world_size, address, where):
     """Peer 2 is interrupted in its fourth round, and its program goes on: what all have after each round; what it
     keeps of its residuals before and after; and in how many rounds somebody was missing.
     """
-    model, optimizer, handle = join(address, rank, begin_with=world_size, exchange_s=LONG_S)
+    model, optimizer, handle = join(address, rank, model=Normed(0), begin_with=world_size, exchange_s=LONG_S)
     side = nb.Rendezvous(address).connect()
 
     def stops(method, *, after):
@@ -46,6 +46,8 @@ def interrupted(rank, world_size, address, where):
             handle._meeting.vote = stops(handle._meeting.vote, after=True)
         elif where == "while the mean is applied":
             handle._apply = stops(handle._apply, after=False)
+        elif where == "when it has its update":
+            handle._snapshot = stops(handle._snapshot, after=False)
         elif where == "while it takes its update":
             difference = fragments._take_difference
             fragments._take_difference = stops(difference, after=True)  # the first tensor has changed
@@ -72,7 +74,7 @@ def interrupted(rank, world_size, address, where):
             kept = [before, {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}]
             continue
         if not handle.steps:
-            seen[handle.rounds] = flat(model)
+            seen[handle.rounds] = everything(model)
             missing += len(handle.peers) < world_size
     handle.remove()
     if where == "while it takes its update" and rank == 2:
@@ -84,6 +86,7 @@ def interrupted(rank, world_size, address, where):
     "where",
     [
         "while it takes its update",
+        "when it has its update",
         "while it waits",
         "when it has been put into the round",
         "in an exchange",

@@ -184,10 +184,13 @@ class ElasticUpdateCompression(UpdateCompression):
         tensors = self._averaged.tensors()
         weight = float(self._steps) if self._rounds.weigh == "steps" else self._counted
         self._steps, self._counted = 0, 0.0
-        with self._changing():
-            brings = self._take_updates(self._fragments, tensors)
-        before = self._snapshot()
+        # Otherwise Ctrl-C came in the last round before they were copied, and this peer's buffers must become the
+        # others' once more.
+        self._has_its_round &= self._whole.buffers_anchored
         try:
+            with self._changing():
+                brings = self._take_updates(self._fragments, tensors)
+            before = self._snapshot()
             self._hold(weight, lambda view: self._relink(view, before), lambda: self._put_back(before), brings=brings)
         finally:
             with self._changing():
@@ -286,9 +289,7 @@ class ElasticUpdateCompression(UpdateCompression):
             self._undo(put_back)
 
     def _tell_of_another_try(self, view: View, why: str) -> None:
-        log.warning(
-            "round %d: the exchange broke off, and will be repeated: %s", view.round + self._rounds_before, why
-        )
+        log.warning("round %d: the exchange broke off, and will be repeated: %s", view.round + self._rounds_before, why)
 
     def _leave_round(self) -> None:
         """Vote against the round whose outcome this peer does not know, if there is one, and undo its exchange unless

@@ -197,12 +197,13 @@ class Fragment:
             user may load a state into the model until the first step. Those of buffers are copied right after a round,
             since forward passes change buffers before the first step. Any value serves as a buffer's anchor if all
             replicas have the same: anchor + mean of (buffer − anchor) is the mean of the buffers.
+        buffers_anchored: whether the anchors of buffers have been copied since the last round.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], buffers: Iterable[str], *, length: float, offload: bool) -> None:
         self.names = list(tensors)
         self.length: float | MeasuredLength = length
-        self.anchored = False
+        self.anchored = self.buffers_anchored = False
         self._buffers = frozenset(buffers)
         named = {id(x): name for name, x in tensors.items()}
         self._away = offload
@@ -241,6 +242,7 @@ class Fragment:
                 if (name not in self._buffers) == parameters:
                     part.copy_(x)
         self.anchored |= parameters
+        self.buffers_anchored |= not parameters
 
     @staticmethod
     def put_in_place(x: Tensor, residual: Tensor, form: Form) -> None:
@@ -267,7 +269,7 @@ class Fragment:
             Whether the updates are finite.
         """
         finite = True
-        self.anchored = False  # first, since what is interrupted has swapped a part of them
+        self.anchored = self.buffers_anchored = False  # first, since what is interrupted has swapped a part of them
         for group in self.groups:
             group.update = self._here(group, tensors)
             for _, x, part in group.parts(group.update, tensors):
@@ -399,7 +401,7 @@ class Fragment:
                 group.update = torch.empty_like(self._here(group, tensors))
                 for name, _, part in group.parts(group.update, tensors):
                     part.copy_(updates[name])
-        self.anchored = True
+        self.anchored = self.buffers_anchored = True
 
 
 def compile_loops(device: torch.device) -> None:
