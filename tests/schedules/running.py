@@ -194,10 +194,8 @@ class Conductor:
                 for each in together:
                     self.tell(each, False, None)
                 return
-            if any(each.interrupted for each in self.lives.values()):
-                together = []
-            ahead = {each.rounds for each in together}
-            asking = [each for each in asking if each.rounds not in ahead]  # those wait for the others' reports
+            lives = self.lives.values()
+            asking = [each for each in asking if each not in together or not all(_awaits(each, x) for x in lives)]
         for each in asking:
             self.tell(each, True, self.event_for(each))
 
@@ -320,6 +318,13 @@ class Conductor:
         if not (life.ended or life.dies or self.stopping or (serves and self.store_is_dead)):
             text = life.stacks.read_text(errors="replace") if life.stacks.exists() else ""
             self.ledger.problems.append(f"{life.name} died with exit code {life.process.exitcode}\n{text}")
+
+
+def _awaits(life, other):
+    """Whether another peer stands where this one does, or will report its round: it has not gone on from there, and was
+    not interrupted in it.
+    """
+    return (other.asks and other.rounds == life.rounds) or (other.rounds < life.rounds and not other.interrupted)
 
 
 def _is_stopped(pid):
