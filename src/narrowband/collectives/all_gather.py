@@ -42,6 +42,11 @@ def _alike(operands: Sequence[Operand]) -> list[list[int]]:
     return [*kinds.values()]
 
 
+def _takes_means(operand: Operand) -> bool:
+    """Return whether means can be decoded into the average's own memory."""
+    return operand.average.dtype == torch.float32 and not operand.incremental and bool(operand.x.numel())
+
+
 class AllGather(Exchange):
     """Average by all-gather of payloads; see the module."""
 
@@ -154,15 +159,18 @@ class AllGather(Exchange):
     def _write(self, good: bool) -> None:
         size = self.peers.size
         left = [*range(len(self.operands))]
-        if self.findings is not None:
+        if self.findings is not None or not self._received.is_cpu:
             for own in _alike(self.operands):
                 codec, some = self.operands[own[0]].codec, [self.operands[at] for at in own]
-                if codec.decodes_several:  # all are float32: otherwise there would be no findings
+                if codec.decodes_several and self._fixed and all(_takes_means(each) for each in some):
                     spans, outs = [self._spans[0][at] for at in own], [each.average for each in some]
                     shapes = [each.shape for each in some]
                     seeds = [[each.seed_of(rank) for rank in range(size)] for each in some]
                     codec.decode_means(self._received, spans, outs, shapes=shapes, seeds=seeds)
                     left = [at for at in left if at not in set(own)]
+                    for each in some:
+                        if each.feedback is not None and good:
+                            each.feedback.deliver(each.key, each.average)
         for i in left:
             operand = self.operands[i]
             if self._fixed:

@@ -471,18 +471,23 @@ class DGC(Feedback):
         if not self.momentum or not named:
             return
         used = torch.stack([norm.float() for norm in torch._foreach_norm([x for _, x in named], math.inf)]).tolist()
+        flats, velocities = [], []
         for (name, x), norm in zip(named, used, strict=True):
             if norm:
                 velocity = self._uncompressed.get(name)
                 if velocity is None:
                     dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
                     velocity = self._uncompressed[name] = torch.zeros(x.numel(), dtype=dtype, device=x.device)
-                flat = x.view(-1)
-                velocity.mul_(self.momentum).add_(flat)
-                if self.nesterov:
-                    flat.add_(velocity, alpha=self.momentum)
-                else:
-                    flat.copy_(velocity)
+                flats.append(x.view(-1))
+                velocities.append(velocity)
+        if not flats:
+            return
+        torch._foreach_mul_(velocities, self.momentum)
+        torch._foreach_add_(velocities, flats)
+        if self.nesterov:
+            torch._foreach_add_(flats, velocities, alpha=self.momentum)
+        else:
+            torch._foreach_copy_(flats, velocities)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
