@@ -13,7 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 import narrowband as nb
 from tests.ranks import run_ranks
 
-SPECS = ("none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.01", "topk:density=0.01+ef")
+SPECS = (
+    "none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.01", "topk:density=0.01+ef",
+    "powersgd:rank=4",
+)  # fmt: skip
 COMPILING_S = 300.0
 
 #: What travels as it is, or nearly so, shows by itself what is not finite, on a CPU, too.

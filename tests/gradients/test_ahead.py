@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 
 SPECS = [
     "none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.1", "topk:density=0.1+ef",
-    "topk:density=0.1,values=int8+ef", "fp16+ef",
+    "topk:density=0.1,values=int8+ef", "fp16+ef", "powersgd:rank=2+ef", "powersgd:rank=1,iterations=2,ef=false",
 ]  # fmt: skip
 BAD = 3
 
@@ -166,7 +166,7 @@ def test_averages_of_a_damaged_payload_are_nan_and_the_next_step_raises():
 
 @pytest.mark.parametrize(
     ("spec", "options"),
-    [("dgc:density=0.1", {}), ("uniform:bits=8+ef21", {}), ("powersgd:rank=2", {}),
+    [("dgc:density=0.1", {}), ("uniform:bits=8+ef21", {}), ("powersgd:rank=2,halves=1", {}),
      ("uniform:bits=4+ef", {"collective": "scatter_reduce"}), ("topk:density=0.1+ef:store=int8", {})],
 )  # fmt: skip
 def test_where_feedback_has_to_know_the_host_waits(spec, options):

@@ -155,7 +155,7 @@ class Layers:
     def _can_go_ahead(self) -> bool:
         if self.observer is not None or self.incremental:
             return False
-        if not all(isinstance(state, Feedback) and state.goes_ahead for state in self.states.values()):
+        if not all(state.goes_ahead for state in self.states.values()):
             return False
         kinds = {self.spec_for(name) for name in self.parameters.shapes}
         if self.small is not None:

@@ -12,6 +12,9 @@ factoring travel uncompressed with P. Matrices of equal shape take part in one b
 contiguous. Factors are stored transposed (Qᵀ, Pᵀ), which makes the products faster.
 
 Inf and NaN survive both sums, and the sums are the same on every rank. So all ranks know of them without a flag.
+
+Where the device decides whether a step is good, no loop's answer is waited for. A step is carried out in either case;
+residuals and factors of the step before are then restored on the device if it was bad.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from narrowband.collectives.exchange import Exchange, Sent
 from narrowband.collectives.traffic import all_reduce_nbytes
 from narrowband.feedback import PowerSGD
 from narrowband.feedback.base import Norms
+from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -116,6 +120,10 @@ class FactorReduce(Exchange):
         return tuple(sum(all_reduce_nbytes(x, size) for x in call) / len(sent) for call in zip(*sent, strict=True))
 
     @staticmethod
+    def goes_ahead(codec: Codec) -> bool:  # noqa: ARG004
+        return True
+
+    @staticmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
         if feedback is not None and feedback.collective == FactorReduce.name:
             return None
@@ -143,15 +151,17 @@ class FactorReduce(Exchange):
             (matrix for matrix in matrices if matrix.r),
             key=lambda x: (*self._form(x), self._state.order(x.operand.key), x.operand.key),
         )
+        blocks = []
         for (_, _, r, turned), alike in itertools.groupby(factored, key=self._form):
             for some, values in self._side_by_side(list(alike)):
                 values = values.mT if turned else values  # noqa: PLW2901
                 count, sides = len(some), values.shape[1:]
                 p, q = (torch.empty(count, r, n, dtype=torch.float32, device=values.device) for n in sides)
-                block = Block(some, values, p, q, turned)
-                self._begin_with(some, q)
-                self._compensate(block)
-                self._blocks.append(block)
+                blocks.append(Block(some, values, p, q, turned))
+        if blocks:
+            self._begin_with(blocks)
+            self._compensate(blocks)
+            self._blocks += blocks
         for matrix in matrices:
             if not matrix.r:
                 self._whole.append(matrix)
@@ -162,36 +172,54 @@ class FactorReduce(Exchange):
         """Return (n, m, r, turned) of the block that a matrix belongs to."""
         return matrix.n, matrix.m, matrix.r, False
 
-    def _begin_with(self, matrices: list[Matrix], q: Tensor) -> bool:
-        """Write into ``q`` the factors that the step starts with, equal on all ranks, with orthonormal rows.
+    def _begin_with(self, blocks: Sequence[Block]) -> bool:
+        """Give blocks the factors that the step starts with, equal on all ranks, with orthonormal rows.
 
         Orthonormal rows keep the rows of P apart. A row that is zero, or linearly dependent on others, would stay so
-        forever: it is replaced by a newly drawn row, which is not orthonormal to the rest.
+        forever: it is replaced by a newly drawn row, which is not orthonormal to the rest. Where the host does not wait
+        to learn of such rows, those that replace them have been drawn before.
 
         Returns:
-            Whether a row was drawn.
+            Whether a row may have been drawn in this call.
         """
-        length = q.shape[-1]
-        for matrix, rows in zip(matrices, q, strict=True):
-            seed = matrix.operand.seed(0)
-            rows.copy_(self._state.factor(matrix.operand.key, matrix.r, length, seed, q.device))
-        q.copy_(kernels.orthonormalize(q))
-        missing = ~(q != 0).any(-1)
-        drawn = bool(missing.any())
+        state = self._state
+        into: list[Tensor] = []
+        begins: list[Tensor] = []
+        spares: list[Tensor] = []
+        for block in blocks:
+            for matrix, rows in zip(block.matrices, block.q, strict=True):
+                operand, (r, length) = matrix.operand, rows.shape
+                into.append(rows)
+                begins.append(state.factor(operand.key, r, length, operand.seed(0), rows.device))
+                if self.findings is not None:
+                    spares.append(state.spare(operand.key, r, length, operand.index, rows.device))
+        torch._foreach_copy_(into, begins)
+        for block, q in zip(blocks, kernels.orthonormalize_all([block.q for block in blocks], spares), strict=True):
+            block.q = q
+        if self.findings is not None:
+            return True
+        lacking = [~(block.q != 0).any(-1) for block in blocks]
+        drawn = bool(torch.cat([rows.view(-1) for rows in lacking]).any())
         if drawn:
-            for matrix, rows, which in zip(matrices, q, missing, strict=True):
-                rows[which] = start(length, matrix.r, ~matrix.operand.seed(0), q.device)[which]
+            for block, missing in zip(blocks, lacking, strict=True):
+                for matrix, rows, which in zip(block.matrices, block.q, missing, strict=True):
+                    r, length = rows.shape
+                    rows[which] = start(length, r, ~matrix.operand.seed(0), rows.device)[which]
         return drawn
 
     def _matrix(self, operand: Operand) -> Matrix:
         state, x = self._state, operand.x
         n, m, r = state.factors(operand.codec, operand.shape)
-        takes_part = bool(x.any()) if x.dtype != torch.float32 else not kernels.all_zero(x)
+        if self.findings is not None:
+            takes_part = True  # as in other exchanges of such a step
+        else:
+            takes_part = bool(x.any()) if x.dtype != torch.float32 else not kernels.all_zero(x)
         if not state.ef or (not r and not state.has_residual(operand.key)):
             values = x if x.dtype == torch.float32 else x.float()
             self._locally_finite &= kernels.all_finite(values.view(-1), below=TOO_LARGE)
             return Matrix(operand, n, m, r, None, values.view(n, m) if r else values, takes_part=takes_part)
-        if not r or not takes_part:
+        sent = state.sent_factors(operand.key)
+        if not r or not takes_part or (self.findings is not None and sent is not None and sent[0].shape[0] != r):
             state.residual(operand.key)  # for its side effect: subtracts the factors that the last step sent
         residual = state.matrix(operand.key, *((n, m) if r else (1, x.numel())), x.device)
         matrix = Matrix(operand, n, m, r, residual, residual, takes_part=takes_part)
@@ -201,36 +229,45 @@ class FactorReduce(Exchange):
                 self._locally_finite &= kernels.compensate(matrix.before, residual.view(-1), below=TOO_LARGE)
         return matrix
 
-    def _compensate(self, block: Block) -> None:
+    def _compensate(self, blocks: Sequence[Block]) -> None:
         """Add the residuals to the gradients, and compute P of the sums.
 
         A fused kernel does both in one pass over each matrix. It goes along rows, so for transposed matrices, and where
         the kernel cannot be used, P is computed for the whole block by one batched product.
         """
-        one_pass = kernels.fuses(block.values)
-        projects = one_pass and not block.turned
-        left, right = (factor if projects else factor[:, :0] for factor in block.left_right())
-        for matrix, p, q in zip(block.matrices, left, right, strict=True):
-            if matrix.before is None:
-                continue
-            assert matrix.residual is not None
-            residual, sent = matrix.residual.view(-1), self._state.sent_factors(matrix.operand.key)
-            if one_pass:
-                self._locally_finite &= kernels.compensate_project(
-                    matrix.before, residual, q, p, sent=sent, below=TOO_LARGE
-                )
-            else:
-                old = residual.clone()
-                if sent is not None:
-                    kernels.low_rank_product(residual, *sent, weight=-1.0, accumulate=True)
-                self._locally_finite &= kernels.compensate(matrix.before, residual, below=TOO_LARGE)
-                matrix.before.copy_(old)
-        if projects and all(matrix.before is not None for matrix in block.matrices):
-            return
-        if projects and block.matrices[0].residual is not None:
-            self._leave_out(block, block.p)
+        one_pass = kernels.fuses(blocks[0].values)
+        some: list[Matrix] = []
+        ps: list[Tensor] = []
+        qs: list[Tensor] = []
+        for block in blocks:
+            projects = one_pass and not block.turned
+            left, right = (factor if projects else factor[:, :0] for factor in block.left_right())
+            for matrix, p, q in zip(block.matrices, left, right, strict=True):
+                if matrix.before is not None:
+                    some.append(matrix)
+                    ps.append(p)
+                    qs.append(q)
+        sents = [self._state.sent_factors(matrix.operand.key) for matrix in some]
+        if one_pass:
+            xs, residuals = [_before(matrix) for matrix in some], [_residual(matrix) for matrix in some]
+            self._locally_finite &= kernels.compensate_project_all(
+                xs, residuals, qs, ps, sents=sents, below=TOO_LARGE
+            )  # fmt: skip
         else:
-            self._project(block)
+            for matrix, sent in zip(some, sents, strict=True):
+                old = _residual(matrix).clone()
+                if sent is not None:
+                    kernels.low_rank_product(_residual(matrix), *sent, weight=-1.0, accumulate=True)
+                self._locally_finite &= kernels.compensate(_before(matrix), _residual(matrix), below=TOO_LARGE)
+                _before(matrix).copy_(old)
+        for block in blocks:
+            projects = one_pass and not block.turned
+            if projects and all(matrix.before is not None for matrix in block.matrices):
+                continue
+            if projects and block.matrices[0].residual is not None:
+                self._leave_out(block, block.p)
+            else:
+                self._project(block)
 
     def _side_by_side(self, alike: list[Matrix]) -> list[tuple[list[Matrix], Tensor]]:
         """Split matrices into groups whose memory is contiguous, each with one tensor that covers it."""
@@ -260,14 +297,11 @@ class FactorReduce(Exchange):
 
     def job(self) -> Job:
         begin = time.perf_counter()
-        first = torch.cat([block.p.view(-1) for block in self._blocks] + self._parts)
-        places = views(first, [block.p for block in self._blocks] + self._parts)
-        for block, place in zip(self._blocks, places, strict=False):
-            block.p = place
-        self._parts = places[len(self._blocks) :]
+        self._merge()
+        first, self._parts = self._together(self._parts)
         self.encode_seconds += time.perf_counter() - begin
         yield self._sum(first, [block.p for block in self._blocks], self._parts)
-        self.finite = kernels.all_finite(first)
+        self.finite = self._all_finite(first)
         if not self.finite or not self._blocks:
             return  # on all ranks alike
         second = torch.empty(sum(block.q.numel() for block in self._blocks), dtype=torch.float32, device=first.device)
@@ -275,8 +309,9 @@ class FactorReduce(Exchange):
             block.q = place
         for rounds_left in reversed(range(self._state.iterations)):
             begin = time.perf_counter()
-            for block in self._blocks:
-                block.p = kernels.orthonormalize(block.p)
+            ps = kernels.orthonormalize_all([block.p for block in self._blocks])
+            for block, p in zip(self._blocks, ps, strict=True):
+                block.p = p
                 torch.bmm(block.p, block.values, out=block.q)
                 self._leave_out(block, block.q)
             if self.measure and not rounds_left:
@@ -294,8 +329,56 @@ class FactorReduce(Exchange):
                 self.encode_seconds += time.perf_counter() - begin
                 yield self._sum(first, [block.p for block in self._blocks])
             else:
-                self.finite = kernels.all_finite(second)
+                self.finite = self._all_finite(second)
                 self.encode_seconds += time.perf_counter() - begin
+
+    def _merge(self) -> None:
+        """Merge blocks that were encoded in turn, as groups of gradients became ready, and lie side by side in memory,
+        so that one product serves them all. Their P have to be put together after that.
+        """
+        groups: list[list[Block]] = []
+        for block in sorted(
+            self._blocks, key=lambda x: (*self._form(x.matrices[0]), self._state.order(x.matrices[0].operand.key))
+        ):
+            before = [matrix for one in groups[-1] for matrix in one.matrices] if groups else []
+            if (
+                before
+                and block.matrices[0].residual is not None
+                and self._form(before[0]) == self._form(block.matrices[0])
+                and self._state.block([matrix.operand.key for matrix in (*before, *block.matrices)]) is not None
+            ):
+                groups[-1].append(block)
+            else:
+                groups.append([block])
+        self._blocks = []
+        for some in groups:
+            if len(some) > 1:
+                matrices = [matrix for block in some for matrix in block.matrices]
+                values = self._state.block([matrix.operand.key for matrix in matrices])
+                assert values is not None
+                p, q = (torch.cat([getattr(block, name) for block in some]) for name in ("p", "q"))
+                self._blocks.append(Block(matrices, values, p, q))
+            else:
+                self._blocks += some
+
+    def _together(self, parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return what a collective sends, the P of all blocks and these parts, end to end in one tensor; and the parts
+        in it. Blocks get their P in it.
+        """
+        pieces = [*(block.p for block in self._blocks), *parts]
+        together = torch.cat([piece.view(-1) for piece in pieces])
+        places = views(together, pieces)
+        for block, place in zip(self._blocks, places, strict=False):
+            block.p = place
+        return together, places[len(self._blocks) :]
+
+    def _all_finite(self, x: Tensor) -> bool:
+        """Return whether sums are finite; where the host is not to wait, note it on the device, and return True."""
+        with self._noting(Findings.ANY):
+            finite = kernels.all_finite(x)
+        if self.findings is not None and not finite:
+            self.findings.note(Findings.ANY, bad=True)
+        return finite
 
     def _sum(self, x: Tensor, factors: Sequence[Tensor], parts: Sequence[Tensor] = ()) -> Transfer:
         """Return the transfer that sums ``x`` over all ranks, in place, and count its bytes.
@@ -331,20 +414,50 @@ class FactorReduce(Exchange):
         good = good and self.finite
         if not good:
             self.norms.clear()
-        for matrix in itertools.chain(self._whole, *(block.matrices for block in self._blocks)):
-            if matrix.before is not None and not good:
-                assert matrix.residual is not None
-                matrix.residual.view(-1).copy_(matrix.before)
-        if good:
+        factored = [matrix for block in self._blocks for matrix in block.matrices]
+        changed = [matrix for matrix in (*self._whole, *factored) if matrix.before is not None]
+        if not good:
+            for matrix in changed:
+                _residual(matrix).copy_(_before(matrix))
+            return
+        for matrix in self._whole:
+            if matrix.residual is not None and matrix.takes_part:
+                matrix.residual.zero_()
+        if self.findings is None:
             self._keep()
+            return
+        restored, former = [_residual(matrix) for matrix in changed], [_before(matrix) for matrix in changed]
+        for block in self._blocks:
+            for matrix, *found in zip(block.matrices, block.p, block.q, strict=True):
+                restored += found
+                former += self._state.before(matrix.operand.key, *found)
+        self._keep()
+        kernels.restore_all_if(self.findings.place(Findings.ANY), restored, former)
 
     def _keep(self) -> None:
         """Keep the factors that the next step starts with, and those that it will subtract from its residuals."""
+        self._keep_all([block.q for block in self._blocks])
         for block in self._blocks:
             for matrix, p, q in zip(block.matrices, block.p, block.q, strict=True):
-                self._state.keep(matrix.operand.key, q)
                 if matrix.residual is not None:
                     self._state.record_sent(matrix.operand.key, p, q)
+
+    def _keep_all(self, factors: Sequence[Tensor]) -> None:
+        """Keep the factors that the next step starts with, one tensor for each block.
+
+        The factor of a matrix of zeros is not kept if the host knows of it. Otherwise the device replaces its rows.
+        """
+        for block, of_block in zip(self._blocks, factors, strict=True):
+            kept = of_block if self.findings is not None else of_block.clone()  # which would be restored by themselves
+            nonzero = [True] * len(kept) if self.findings is not None else kept.any(-1).any(-1).tolist()
+            for matrix, rows, there in zip(block.matrices, kept, nonzero, strict=True):
+                if there:
+                    self._state.keep(matrix.operand.key, rows, left=self._keeps_left(block))
+
+    @staticmethod
+    def _keeps_left(block: Block) -> bool:  # noqa: ARG004
+        """Whether the kept factor is of rows."""
+        return False
 
     def _averages(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """Yield the factors of each block's averages: of rows and of columns."""
@@ -352,19 +465,36 @@ class FactorReduce(Exchange):
             yield block, block.p, block.q
 
     def _write(self, good: bool) -> None:
+        outs: list[Tensor] = []
+        ps: list[Tensor] = []
+        qs: list[Tensor] = []
+        narrow: list[tuple[Tensor, Tensor]] = []
         for block, left, right in self._averages():
             for matrix, p, q in zip(block.matrices, left, right, strict=True):
-                average = matrix.operand.average
-                out = average
+                average = out = matrix.operand.average
                 if average.dtype != torch.float32:
                     out = torch.empty(average.numel(), dtype=torch.float32, device=average.device)
-                kernels.low_rank_product(out, p, q)
-                if out is not average:
-                    average.copy_(out)
+                    narrow.append((average, out))
+                outs.append(out)
+                ps.append(p)
+                qs.append(q)
+        kernels.low_rank_products(outs, ps, qs)
+        for average, out in narrow:
+            average.copy_(out)
         for matrix, part in zip(self._whole, self._parts, strict=True):
             matrix.operand.average.copy_(part)
-            if good and matrix.residual is not None and matrix.takes_part:
-                matrix.residual.zero_()
+
+
+def _residual(matrix: Matrix) -> Tensor:
+    """Return the flat residual of a matrix that has one."""
+    assert matrix.residual is not None
+    return matrix.residual.view(-1)
+
+
+def _before(matrix: Matrix) -> Tensor:
+    """Return the gradient of a matrix that has a residual, or the former residual in its place."""
+    assert matrix.before is not None
+    return matrix.before
 
 
 def views(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:

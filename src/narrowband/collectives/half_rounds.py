@@ -31,11 +31,11 @@ import torch
 
 from narrowband import kernels
 from narrowband.codecs.base import squared_norm
-from narrowband.collectives.factor_reduce import FactorReduce, views
+from narrowband.collectives.factor_reduce import FactorReduce
 from narrowband.feedback.base import Norms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -84,11 +84,12 @@ class HalfRounds(FactorReduce):
         turned = self._state.starts_left(matrix.operand.key)
         return matrix.n, matrix.m, matrix.r, turned
 
-    def _begin_with(self, matrices: list[Matrix], q: Tensor) -> bool:
+    def _begin_with(self, blocks: Sequence[Block]) -> bool:
         """As in the base class; all rows are made orthonormal, because the average is a projection onto them."""
-        drawn = super()._begin_with(matrices, q)
+        drawn = super()._begin_with(blocks)
         if drawn:
-            q.copy_(kernels.orthonormalize(q))
+            for block, q in zip(blocks, kernels.orthonormalize_all([block.q for block in blocks]), strict=True):
+                block.q = q
         return drawn
 
     def job(self) -> Job:
@@ -99,16 +100,13 @@ class HalfRounds(FactorReduce):
             if half:
                 for block, own in zip(self._blocks, self._own, strict=True):
                     self._turn(block, own)
-            parts = [] if half else self._parts
-            together = torch.cat([block.p.view(-1) for block in self._blocks] + parts)
-            places = views(together, [block.p for block in self._blocks] + parts)
-            for block, own, place in zip(self._blocks, self._own, places, strict=False):
+            for block, own in zip(self._blocks, self._own, strict=True):
                 own.add(block)
-                block.p = place
+            together, parts = self._together([] if half else self._parts)
             if not half:
-                self._parts = places[len(self._blocks) :]
+                self._parts = parts
             self.encode_seconds += time.perf_counter() - begin
-            yield self._sum(together, [block.p for block in self._blocks], self._parts if not half else ())
+            yield self._sum(together, [block.p for block in self._blocks], parts)
             begin = time.perf_counter()
             self.finite = kernels.all_finite(together)
             if not self.finite or not self._blocks:
@@ -140,12 +138,16 @@ class HalfRounds(FactorReduce):
                     self.norms[matrix.operand.key] = Norms(norm, max(0.0, norm - taken))
 
     def _keep(self) -> None:
+        self._keep_all([block.p for block in self._blocks])
         for block, own in zip(self._blocks, self._own, strict=True):
             left, right = own.factors()
             for i, matrix in enumerate(block.matrices):
-                self._state.keep(matrix.operand.key, block.p[i], left=not block.turned)
                 if matrix.residual is not None:
                     self._state.record_sent(matrix.operand.key, left[i], right[i])
+
+    @staticmethod
+    def _keeps_left(block: Block) -> bool:
+        return not block.turned
 
     def _averages(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
         for block, mean in zip(self._blocks, self._mean, strict=True):

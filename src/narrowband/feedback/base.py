@@ -73,6 +73,13 @@ class State(ABC):
         return None
 
     @property
+    def goes_ahead(self) -> bool:
+        """Whether a step with float32 gradients can be undone on their device, without the host's decision: by
+        :meth:`Feedback.roll_back_if`, or by the method's own :attr:`collective`.
+        """
+        return False
+
+    @property
     def needs_learning_rates(self) -> bool:
         """Whether :meth:`set_learning_rates` has to be called before every step."""
         return False
@@ -346,11 +353,6 @@ class Feedback(State):
     @abstractmethod
     def roll_back(self, key: str, x: Tensor) -> None:
         """Restore the state from before :meth:`encode`, for a step that does not count. ``x`` is then free again."""
-
-    @property
-    def goes_ahead(self) -> bool:
-        """Whether :meth:`roll_back_if` can undo what :meth:`encode` and :meth:`commit` did with float32 gradients."""
-        return False
 
     def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
         """Do :meth:`roll_back` for several tensors, if ``bad``, one int32 on their device, is not zero."""

@@ -74,6 +74,8 @@ class PowerSGD(State):
     #: Key → the factor that the next step starts with: the right one (r × m) or, in ``_left``, the left one (r × n).
     _factors: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _left: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Key → rows that take the place of rows of zeros in a factor.
+    _spares: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_keys(self)
@@ -89,6 +91,10 @@ class PowerSGD(State):
                 f"powersgd: halves={self.halves} is the number of half rounds per step, each of which continues from "
                 "the one before; leave out iterations and warm_start"
             )
+
+    @property
+    def goes_ahead(self) -> bool:
+        return not self.halves
 
     @property
     def collective(self) -> str:
@@ -254,11 +260,34 @@ class PowerSGD(State):
             return torch.cat([before, start(length, r - before.shape[0], seed, device)])
         return before[:r]
 
+    def spare(self, key: str, r: int, length: int, index: int, device: torch.device) -> Tensor:
+        """Return r × length drawn numbers for a matrix, the same in every step and on all ranks.
+
+        Args:
+            index: of the matrix among all tensors of the model.
+        """
+        found = self._spares.get(key)
+        if found is None or found.shape != (r, length):
+            found = self._spares[key] = start(length, r, ~index, device)
+        return found
+
+    def before(self, key: str, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two factors that a bad step leaves in place of those that it has found, of the same shapes.
+
+        They are those of the step before. If it has sent none, their product is zero, and the second one is the factor
+        that the step started with.
+        """
+        sent = self._sent.get(key)
+        if sent is not None:
+            return sent
+        kept = self._factors.get(key)
+        return torch.zeros_like(p), torch.zeros_like(q) if kept is None or kept.shape != q.shape else kept
+
     def keep(self, key: str, rows: Tensor, *, left: bool = False) -> None:
-        """Keep the factor of a good step, to start the next step with. The factor of a matrix of zeros is not kept."""
-        if self.warm_start and bool(rows.any()):
+        """Keep the factor of a good step, to start the next step with."""
+        if self.warm_start:
             kept, other = (self._left, self._factors) if left else (self._factors, self._left)
-            kept[key] = rows.clone()
+            kept[key] = rows
             other.pop(key, None)
 
     # ---- state -------------------------------------------------------------------------------------------------------

@@ -44,7 +44,14 @@ from narrowband.kernels.fixed import fixed_decode, fixed_dequantize, fixed_quant
 from narrowband.kernels.kept import compensate_kept, take_former
 from narrowband.kernels.knapsack import cheapest_within
 from narrowband.kernels.levels import levels_decode, levels_encode, levels_nbytes
-from narrowband.kernels.lowrank import compensate_project, low_rank_product, orthonormalize
+from narrowband.kernels.lowrank import (
+    compensate_project,
+    compensate_project_all,
+    low_rank_product,
+    low_rank_products,
+    orthonormalize,
+    orthonormalize_all,
+)
 from narrowband.kernels.masks import Windows, apply_mask, mask_between, pool_places, pool_positions
 from narrowband.kernels.momentum import forget, momentum_topk
 from narrowband.kernels.outliers import dwarfed_rows
@@ -112,6 +119,7 @@ __all__ = [
     "compensate",
     "compensate_kept",
     "compensate_project",
+    "compensate_project_all",
     "compensate_select_topk",
     "dequantize_groups",
     "dequantize_means",
@@ -140,9 +148,11 @@ __all__ = [
     "levels_encode",
     "levels_nbytes",
     "low_rank_product",
+    "low_rank_products",
     "mask_between",
     "momentum_topk",
     "orthonormalize",
+    "orthonormalize_all",
     "packed_nbytes",
     "poison_all_if",
     "pool_places",

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, cast
 from narrowband.kernels.backends import backend_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = [
     "DEPENDENT",
     "compensate_project",
+    "compensate_project_all",
     "low_rank_product",
+    "low_rank_products",
     "orthonormalize",
+    "orthonormalize_all",
 ]
 
 
@@ -30,6 +35,12 @@ def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, 
     added in their order, without fused multiply-add, so that ranks on different machines get the same bits.
     """
     backend_of(out).low_rank_product(out, p, q, weight=weight, accumulate=accumulate)
+
+
+def low_rank_products(outs: Sequence[Tensor], ps: Sequence[Tensor], qs: Sequence[Tensor]) -> None:
+    """:func:`low_rank_product` for several matrices, with no more GPU kernel launches than for one."""
+    if outs:
+        backend_of(outs[0]).low_rank_products(outs, ps, qs)
 
 
 def compensate_project(
@@ -52,6 +63,21 @@ def compensate_project(
     return cast("bool", backend_of(x).compensate_project(x, residual, q, p, sent=sent, below=below))
 
 
+def compensate_project_all(
+    xs: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    qs: Sequence[Tensor],
+    ps: Sequence[Tensor],
+    *,
+    sents: Sequence[tuple[Tensor, Tensor] | None],
+    below: float = math.inf,
+) -> bool:
+    """:func:`compensate_project` for several matrices, with about as many GPU kernel launches as for one."""
+    if not xs:
+        return True
+    return cast("bool", backend_of(xs[0]).compensate_project_all(xs, residuals, qs, ps, sents=sents, below=below))
+
+
 def orthonormalize(p: Tensor) -> Tensor:
     """Return orthonormal rows that span the same space as those of p (Gram–Schmidt): each row minus its share of the
     rows before it, divided by its norm.
@@ -61,3 +87,15 @@ def orthonormalize(p: Tensor) -> Tensor:
     in an order of the loop's own, so that ranks on different machines get the same bits. NaN stays NaN.
     """
     return cast("Tensor", backend_of(p).orthonormalize(p))
+
+
+def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = ()) -> list[Tensor]:
+    """:func:`orthonormalize` for several tensors, each (count, r, n) of its own, with about as many GPU kernel launches
+    as for one.
+
+    Args:
+        ps: the tensors.
+        spares: (r, n) for each matrix of each tensor, in order: its rows take the place of rows that would be zeros.
+            They are not orthonormal to the rest.
+    """
+    return cast("list[Tensor]", backend_of(ps[0]).orthonormalize_all(ps, spares)) if ps else []

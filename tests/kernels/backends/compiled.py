@@ -148,7 +148,11 @@ def main(capability: int, *, every: bool) -> None:
         cuda.low_rank_product(x, p, q, weight=-1.0, accumulate=accumulate)
     cuda.compensate_project(x, x.clone(), q, p, sent=(p, q))
     cuda.compensate_project(x, x.clone(), torch.randn(20, 100), torch.randn(20, 50))
-    cuda.orthonormalize(torch.randn(2, 4, 1000))
+    cuda.low_rank_products([x, x], [p, p], [q, q])
+    for sent in ((p, q), None):
+        cuda.compensate_project_all([x, x], [x, x], [q, q], [p, p], sents=[sent, sent])
+    for spares in ((), (torch.randn(4, 1000), torch.randn(4, 1000))):
+        cuda.orthonormalize_all([torch.randn(2, 4, 1000)], spares)
     for n in (1000, 5000, 20_000, 1 << 20):  # 4 warps, 16, several programs for a row, and candidates
         y = torch.zeros(n)
         cuda.select_topk(y, 100)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -22,6 +24,9 @@ from tests.kernels.backends.common import (
 )
 from tests.kernels.tables import cpu, reference
 from tests.thorough import examples
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def every_way(numel: int) -> list[tuple[Any, int]]:
@@ -110,3 +115,39 @@ def test_orthonormalize_goes_in_the_order_of_rows_and_leaves_nan() -> None:
         broken = place(backend, p)
         broken[0, 2, 7] = torch.nan
         assert backend.orthonormalize(broken)[0, 2:].isnan().any(1).all()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_several_matrices_at_once_are_what_each_is_by_itself(replaces: bool) -> None:
+    sizes = [(2, 7, 64), (2, 33, 65), (4, 12, 20), (17, 20, 33)]  # rank, rows, columns
+    for backend in BACKENDS[:-1]:  # the reference has those of the tensor's backend
+
+        def tensors(*shape: int, at: int = 0, backend: Any = backend) -> Tensor:
+            return place(backend, make("normal", math.prod(shape), at).view(shape))
+
+        xs, residuals = ([tensors(n * m, at=at) for _, n, m in sizes] for at in (1, 2))
+        qs, ps = [tensors(r, m, at=3) for r, _, m in sizes], [tensors(r, n) for r, n, _ in sizes]
+        sents = [(tensors(2, n, at=4), tensors(2, m, at=5)) if (n + r) % 3 else None for r, n, m in sizes]
+        alone = [[x.clone() for x in of] for of in zip(xs, residuals, ps, strict=True)]
+        for (x, residual, p), q, sent in zip(alone, qs, sents, strict=True):
+            assert backend.compensate_project(x, residual, q, p, sent=sent)
+        assert backend.compensate_project_all(xs, residuals, qs, ps, sents=sents)
+        for one, of in zip(alone, zip(xs, residuals, ps, strict=True), strict=True):
+            assert all(torch.equal(back(x), back(y)) for x, y in zip(one, of, strict=True))
+        assert not backend.compensate_project_all(xs, residuals, qs, ps, sents=sents, below=1e-6)
+
+        outs, expected = ([tensors(n * m) for _, n, m in sizes] for _ in range(2))
+        for out, p, q in zip(expected, ps, qs, strict=True):
+            backend.low_rank_product(out, p, q)
+        backend.low_rank_products(outs, ps, qs)
+        assert all(torch.equal(back(x), back(y)) for x, y in zip(outs, expected, strict=True))
+
+        blocks = [tensors(2, r, n, at=6) for r, n, _ in sizes]
+        for block in blocks:
+            block[0, -1] = 0.0
+        spares = [torch.full_like(matrix, 3.0) for block in blocks for matrix in block] if replaces else []
+        for block, rows in zip(blocks, backend.orthonormalize_all(blocks, spares), strict=True):
+            one = back(backend.orthonormalize(block))
+            if replaces:
+                one[~(one != 0).any(-1)] = 3.0
+            assert torch.equal(back(rows), one)

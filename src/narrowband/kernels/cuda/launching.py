@@ -203,12 +203,19 @@ class Segments:
 
     def run(self, loop: Any, *arguments: Any, **constants: Any) -> None:
         """Launch a loop with the table, the number of tensors, and these arguments."""
-        if not self.programs:
-            return
+        if self.programs:
+            count, most = len(self._rows), triton.next_power_of_2(len(self._rows))
+            run(loop, self.programs, self._on_device(), count, *arguments, on=self._on, SEGMENTS=most, **constants)
+
+    def run_each(self, loop: Any, *arguments: Any, **constants: Any) -> None:
+        """Launch a loop with one program per tensor, for which it is a row of the table; and with these arguments."""
+        if self._rows:
+            run(loop, len(self._rows), self._on_device(), *arguments, on=self._on, **constants)
+
+    def _on_device(self) -> Tensor:
         if self._table is None:
             self._table = _on_device(np.array(self._rows, dtype=np.int64).ravel(), self._on.device)
-        count, most = len(self._rows), triton.next_power_of_2(len(self._rows))
-        run(loop, self.programs, self._table, count, *arguments, on=self._on, SEGMENTS=most, **constants)
+        return self._table
 
 
 @kernel

@@ -15,13 +15,22 @@ import triton
 import triton.language as tl
 
 from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, all_below
-from narrowband.kernels.cuda.launching import kernel, run
+from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.lowrank import DEPENDENT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from torch import Tensor
 
-__all__ = ["compensate_project", "low_rank_product", "orthonormalize"]
+__all__ = [
+    "compensate_project",
+    "compensate_project_all",
+    "low_rank_product",
+    "low_rank_products",
+    "orthonormalize",
+    "orthonormalize_all",
+]
 
 #: Rows of Q that one launch multiplies by, and elements of a program's tile of products.
 _RANKS, _TILE = 16, 4096
@@ -30,9 +39,6 @@ _TALLEST = 32
 #: See ``kernels/cpu/lowrank.py``: a share of this many times its error is known well enough; and the relative error of
 #: a sum of products in float64.
 _CERTAIN, _ROUNDING, _DEPENDENT = tl.constexpr(100.0), tl.constexpr(1e-15), tl.constexpr(DEPENDENT)
-
-#: The same program for any alignment.
-_anywhere: Any = triton.jit(do_not_specialize=["p", "out", "partial", "inverse", "rows", "found"])
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -52,14 +58,39 @@ def _sum_up(p, q, row, column, n, m, r):
 @kernel
 def _product(out, p, q, n, m, r, weight, blocks, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64)
-    row = at // blocks * ROWS + tl.arange(0, ROWS)
-    column = at % blocks * WIDTH + tl.arange(0, WIDTH)
+    _write_product(out, p, q, n, m, r, weight, at // blocks, at % blocks, ACCUMULATE, ROWS, WIDTH)
+
+
+@kernel
+def _write_product(
+    out, p, q, n, m, r, weight, down, across, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Compute the elements of one tile."""
+    row = down * ROWS + tl.arange(0, ROWS)
+    column = across * WIDTH + tl.arange(0, WIDTH)
     there = (row < n)[:, None] & (column < m)[None, :]
     value = _sum_up(p, q, row, column, n, m, r) * weight
     place = out + row[:, None] * m + column[None, :]
     if ACCUMULATE:
         value = tl.load(place, mask=there, other=0.0) + value
     tl.store(place, value, mask=there)
+
+
+@kernel
+def _product_segments(
+    table, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr
+):  # fmt: skip
+    """Run :func:`_product` for several matrices."""
+    own, at = segment(table, count, 7, SEGMENTS)
+    out = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+    p = tl.load(own + 2).to(tl.pointer_type(tl.float32))
+    q = tl.load(own + 3).to(tl.pointer_type(tl.float32))
+    n, m, r = tl.load(own + 4), tl.load(own + 5), tl.load(own + 6).to(tl.int32)
+    if ALIGNED:
+        out = tl.multiple_of(out, 16)
+        m = tl.multiple_of(m, 4)
+    blocks = tl.cdiv(m, WIDTH)
+    _write_product(out, p, q, n, m, r, 1.0, at // blocks, at % blocks, False, ROWS, WIDTH)
 
 
 def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, accumulate: bool = False) -> None:
@@ -70,13 +101,38 @@ def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, 
     run(_product, programs, out, p, q, n, m, r, float(weight), blocks, on=out, ACCUMULATE=accumulate, **tile)
 
 
+def low_rank_products(outs: Sequence[Tensor], ps: Sequence[Tensor], qs: Sequence[Tensor]) -> None:
+    tile, segments = {"ROWS": 8, "WIDTH": BLOCK // 8}, Segments(outs[0])
+    for out, p, q in zip(outs, ps, qs, strict=True):
+        (r, n), m = p.shape, q.shape[1]
+        programs = -(-n // tile["ROWS"]) * -(-m // tile["WIDTH"])
+        segments.add(programs, out.data_ptr(), p.data_ptr(), q.data_ptr(), n, m, r)
+    segments.run(_product_segments, ALIGNED=_aligned(outs, qs), **tile)
+
+
+def _aligned(matrices: Iterable[Tensor], qs: Iterable[Tensor]) -> bool:
+    """Whether 16 bytes of a row can be read at a time, in all matrices."""
+    return all(x.data_ptr() % 16 == 0 for x in matrices) and all(q.shape[1] % 4 == 0 for q in qs)
+
+
 @kernel
 def _project(
     x, residual, p, q, sent_p, sent_q, tops, n, m, r, sent,
     COMPENSATE: tl.constexpr, SENT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    _project_rows(
+        x, residual, p, q, sent_p, sent_q, tops, n, m, r, sent, part, COMPENSATE, SENT, RANKS, ROWS, WIDTH
+    )  # fmt: skip
+
+
+@kernel
+def _project_rows(
+    x, residual, p, q, sent_p, sent_q, tops, n, m, r, sent, part,
+    COMPENSATE: tl.constexpr, SENT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Compute some whole rows of the new residual, its largest magnitude as an integer, and its products with Q."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = part * ROWS + tl.arange(0, ROWS)
     rank = tl.arange(0, RANKS)
     products = tl.zeros((ROWS, RANKS, WIDTH), tl.float32)
     top = tl.zeros((ROWS, WIDTH), tl.int32)
@@ -103,6 +159,28 @@ def _project(
         tl.store(tops + tl.program_id(0), tl.max(tl.max(top, 1), 0))
 
 
+@kernel
+def _project_segments(
+    table, count, tops, SENT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Run :func:`_project` for several matrices."""
+    own, part = segment(table, count, 11, SEGMENTS)
+    x = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+    residual = tl.load(own + 2).to(tl.pointer_type(tl.float32))
+    p = tl.load(own + 3).to(tl.pointer_type(tl.float32))
+    q = tl.load(own + 4).to(tl.pointer_type(tl.float32))
+    sent_p = tl.load(own + 5).to(tl.pointer_type(tl.float32))
+    sent_q = tl.load(own + 6).to(tl.pointer_type(tl.float32))
+    n, m = tl.load(own + 7), tl.load(own + 8)
+    r, sent = tl.load(own + 9).to(tl.int32), tl.load(own + 10).to(tl.int32)
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        residual = tl.multiple_of(residual, 16)
+        m = tl.multiple_of(m, 4)
+    _project_rows(x, residual, p, q, sent_p, sent_q, tops, n, m, r, sent, part, True, SENT, RANKS, ROWS, WIDTH)
+
+
 def compensate_project(
     x: Tensor,
     residual: Tensor,
@@ -113,55 +191,94 @@ def compensate_project(
     below: float = math.inf,
 ) -> bool:
     (r, m), n = q.shape, p.shape[1]
-    ranks = triton.next_power_of_2(max(1, min(r, _RANKS)))
-    width = min(256, triton.next_power_of_2(m))
-    rows = max(1, min(4, _TILE // (ranks * width)))
-    programs = -(-n // rows)
+    form = _form(r, m)
+    programs = -(-n // form["ROWS"])
     tops = torch.empty(programs, dtype=torch.int32, device=x.device)
     sent_p, sent_q = (residual, residual) if sent is None else sent
     for first in range(0, max(r, 1), _RANKS):
         some, into = q[first : first + _RANKS], p[first : first + _RANKS]
         run(
             _project, programs, x, residual, into, some, sent_p, sent_q, tops, n, m, some.shape[0],
-            0 if sent is None else sent_p.shape[0], on=x,
-            COMPENSATE=not first, SENT=sent is not None, RANKS=ranks, ROWS=rows, WIDTH=width,
+            0 if sent is None else sent_p.shape[0], on=x, COMPENSATE=not first, SENT=sent is not None, **form,
         )  # fmt: skip
     return all_below(tops, below)
+
+
+def _form(r: int, m: int) -> dict[str, int]:
+    """Return the form of a program's tile, for r rows of Q with m columns."""
+    ranks = triton.next_power_of_2(max(1, min(r, _RANKS)))
+    width = min(256, triton.next_power_of_2(m))
+    return {"RANKS": ranks, "WIDTH": width, "ROWS": max(1, min(4, _TILE // (ranks * width)))}
+
+
+def compensate_project_all(
+    xs: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    qs: Sequence[Tensor],
+    ps: Sequence[Tensor],
+    *,
+    sents: Sequence[tuple[Tensor, Tensor] | None],
+    below: float = math.inf,
+) -> bool:
+    every, alike = True, dict[tuple[Any, ...], list[Any]]()
+    for one in zip(xs, residuals, qs, ps, sents, strict=True):
+        x, residual, q, p, sent = one
+        if q.shape[0] > _RANKS:
+            every &= compensate_project(x, residual, q, p, sent=sent, below=below)
+        else:
+            alike.setdefault((*_form(*q.shape).items(), sent is not None), []).append(one)
+    for (*form, is_sent), some in alike.items():
+        segments, tile = Segments(xs[0]), dict(form)
+        for x, residual, q, p, sent in some:
+            (r, m), n = q.shape, p.shape[1]
+            sent_p, sent_q = sent or (residual, residual)
+            places = (own.data_ptr() for own in (x, residual, p, q, sent_p, sent_q))
+            segments.add(-(-n // tile["ROWS"]), *places, n, m, r, sent_p.shape[0] if is_sent else 0)
+        tops = torch.empty(segments.programs, dtype=torch.int32, device=xs[0].device)
+        aligned = _aligned((own for x, residual, *_ in some for own in (x, residual)), (one[2] for one in some))
+        segments.run(_project_segments, tops, SENT=is_sent, ALIGNED=aligned, **tile)
+        every &= all_below(tops, below)
+    return every
 
 
 # ---- orthonormal rows ------------------------------------------------------------------------------------------------
 
 
-@_anywhere
-def _gram(p, partial, r, n, pieces, RANKS: tl.constexpr, WIDTH: tl.constexpr):
+@kernel
+def _gram(table, count, GIVEN: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
     """Compute the products of rows with each other, over one piece of their columns."""
-    at = tl.program_id(0).to(tl.int64)
+    own, piece = segment(table, count, 11, SEGMENTS)
+    p = tl.load(own + GIVEN).to(tl.pointer_type(tl.float32))
+    partial = tl.load(own + 4).to(tl.pointer_type(tl.float64))
+    r, n = tl.load(own + 9).to(tl.int32), tl.load(own + 10)
     rank = tl.arange(0, RANKS)
-    i = at % pieces * WIDTH + tl.arange(0, WIDTH)
-    begin = p + at // pieces * r * n
+    i = piece * WIDTH + tl.arange(0, WIDTH)
     inside = (rank < r)[:, None] & (i < n)[None, :]
-    rows = tl.load(begin + rank[:, None] * n + i[None, :], mask=inside, other=0.0).to(tl.float64)
+    rows = tl.load(p + rank[:, None] * n + i[None, :], mask=inside, other=0.0).to(tl.float64)
     gram = tl.zeros((RANKS, RANKS), tl.float64)
     for b in range(r):
-        row = tl.load(begin + b * n + i, mask=i < n, other=0.0).to(tl.float64)
+        row = tl.load(p + b * n + i, mask=i < n, other=0.0).to(tl.float64)
         gram = tl.where((rank == b)[None, :], tl.sum(rows * row[None, :], 1)[:, None], gram)
-    tl.store(partial + at * RANKS * RANKS + rank[:, None] * RANKS + rank[None, :], gram)
+    tl.store(partial + piece * RANKS * RANKS + rank[:, None] * RANKS + rank[None, :], gram)
 
 
-@_anywhere
-def _inverse_root(partial, inverse, found, r, pieces, RANKS: tl.constexpr):
+@kernel
+def _inverse_root(table, NOTE: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr):
     """Invert the lower triangular L with L·Lᵀ = p·pᵀ, one column of L after the other.
 
-    Rows are zero where a row of p depends on those before it. Also note whether all shares were found; see the loop on
-    CPU.
+    Rows are zero where a row of p depends on those before it. Also note whether all shares were found, if NOTE; see the
+    loop on CPU.
     """
-    matrix = tl.program_id(0).to(tl.int64)
+    own = table + tl.program_id(0).to(tl.int64) * 11
+    partial = tl.load(own + 4).to(tl.pointer_type(tl.float64))
+    inverse = tl.load(own + 5).to(tl.pointer_type(tl.float64))
+    r, n = tl.load(own + 9).to(tl.int32), tl.load(own + 10)
     rank = tl.arange(0, RANKS)
     down, across = rank[:, None], rank[None, :]
     place = down * RANKS + across
     gram = tl.zeros((RANKS, RANKS), tl.float64)
-    for piece in range(pieces):
-        gram += tl.load(partial + (matrix * pieces + piece) * RANKS * RANKS + place)
+    for piece in range(tl.cdiv(n, WIDTH)):
+        gram += tl.load(partial + piece * RANKS * RANKS + place)
     squares = tl.sum(tl.where(down == across, gram, 0.0), 1)
     root = tl.where(down == across, 1.0, 0.0).to(tl.float64)
     product = tl.sum(tl.zeros((RANKS,), tl.float64), 0) + 1.0
@@ -169,55 +286,73 @@ def _inverse_root(partial, inverse, found, r, pieces, RANKS: tl.constexpr):
     for k in range(r):
         column = tl.sum(tl.where(across == k, gram, 0.0), 1)
         rest = tl.sum(tl.where(rank == k, column, 0.0), 0)
-        own = tl.sum(tl.where(rank == k, squares, 0.0), 0)
-        error = _ROUNDING / product * own * _CERTAIN
-        unsure = tl.where((rest < error) & (error > own * _DEPENDENT), 1, unsure)
-        dependent = rest <= own * _DEPENDENT  # False for NaN
-        product = tl.where(dependent, product, product * (rest / tl.where(dependent, 1.0, own)))
+        square = tl.sum(tl.where(rank == k, squares, 0.0), 0)
+        error = _ROUNDING / product * square * _CERTAIN
+        unsure = tl.where((rest < error) & (error > square * _DEPENDENT), 1, unsure)
+        dependent = rest <= square * _DEPENDENT  # False for NaN
+        product = tl.where(dependent, product, product * (rest / tl.where(dependent, 1.0, square)))
         scale = tl.where(dependent, 0.0, 1.0 / tl.sqrt(tl.where(dependent, 1.0, rest)))
         column *= scale
         line = tl.sum(tl.where(down == k, root, 0.0), 0) * scale
         left = tl.where(down > k, root - column[:, None] * line[None, :], root)
         root = tl.where(down == k, line[None, :], left)
         gram = tl.where((down > k) & (across > k), gram - column[:, None] * column[None, :], gram)
-    tl.store(inverse + matrix * RANKS * RANKS + place, root)
-    tl.store(found + matrix, 1 - unsure)
+    tl.store(inverse + place, root)
+    if NOTE:
+        tl.store(tl.load(own + 7).to(tl.pointer_type(tl.int32)), 1 - unsure)
 
 
-@_anywhere
-def _combine(inverse, p, out, r, n, pieces, RANKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Compute a piece of the columns of ``inverse``·p."""
-    at = tl.program_id(0).to(tl.int64)
+@kernel
+def _combine(
+    table, count, GIVEN: tl.constexpr, RESULT: tl.constexpr, SPARE: tl.constexpr, RANKS: tl.constexpr,
+    WIDTH: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Compute a piece of the columns of ``inverse``·p; with SPARE, replace its rows of zeros."""
+    own, piece = segment(table, count, 11, SEGMENTS)
+    p = tl.load(own + GIVEN).to(tl.pointer_type(tl.float32))
+    out = tl.load(own + RESULT).to(tl.pointer_type(tl.float32))
+    inverse = tl.load(own + 5).to(tl.pointer_type(tl.float64))
+    r, n = tl.load(own + 9).to(tl.int32), tl.load(own + 10)
     rank = tl.arange(0, RANKS)
-    i = at % pieces * WIDTH + tl.arange(0, WIDTH)
-    matrix = at // pieces
+    i = piece * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((RANKS, WIDTH), tl.float64)
     for b in range(r):
-        row = tl.load(p + (matrix * r + b) * n + i, mask=i < n, other=0.0).to(tl.float64)
-        factor = tl.load(inverse + matrix * RANKS * RANKS + rank * RANKS + b)
+        row = tl.load(p + b * n + i, mask=i < n, other=0.0).to(tl.float64)
+        factor = tl.load(inverse + rank * RANKS + b)
         total = tl.where((rank >= b)[:, None], total + factor[:, None] * row[None, :], total)
     inside = (rank < r)[:, None] & (i < n)[None, :]
-    tl.store(out + (matrix * r + rank)[:, None] * n + i[None, :], total.to(tl.float32), mask=inside)
+    value = total.to(tl.float32)
+    if SPARE:
+        spare = tl.load(own + 8).to(tl.pointer_type(tl.float32))
+        weights = tl.load(inverse + rank[:, None] * RANKS + rank[None, :])
+        gone = (tl.max((weights != 0).to(tl.int32), 1) == 0) & (rank < r)
+        other = tl.load(spare + rank[:, None] * n + i[None, :], mask=inside & gone[:, None], other=0.0)
+        value = tl.where(gone[:, None], other, value)
+    tl.store(out + rank[:, None] * n + i[None, :], value, mask=inside)
 
 
-@_anywhere
-def _row_by_row(p, out, rows, found, r, n, RANKS: tl.constexpr, WIDTH: tl.constexpr):
+@kernel
+def _row_by_row(table, SPARE: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr):
     """Gram–Schmidt for matrices where Cholesky did not find the shares: subtract from each row its projections on all
-    rows before it, twice.
+    rows before it, twice. With SPARE, replace rows of zeros.
 
     One program has a whole matrix; its threads synchronize wherever one writes what another may read.
     """
-    matrix = tl.program_id(0).to(tl.int64)
-    if tl.load(found + matrix) == 0:
-        begin = matrix * r * n
+    own = table + tl.program_id(0).to(tl.int64) * 11
+    if tl.load(tl.load(own + 7).to(tl.pointer_type(tl.int32))) == 0:
+        p = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+        out = tl.load(own + 3).to(tl.pointer_type(tl.float32))
+        rows = tl.load(own + 6).to(tl.pointer_type(tl.float64))
+        spare = tl.load(own + 8).to(tl.pointer_type(tl.float32))
+        r, n = tl.load(own + 9).to(tl.int32), tl.load(own + 10)
         rank = tl.arange(0, RANKS)
-        table = rows + begin + rank[:, None] * n
+        begins = rows + rank[:, None] * n
         for a in range(r):
-            row = rows + begin + a * n
+            row = rows + a * n
             before = tl.zeros((WIDTH,), tl.float64)
             for first in range(0, n, WIDTH):
                 i = first + tl.arange(0, WIDTH)
-                value = tl.load(p + begin + a * n + i, mask=i < n, other=0.0).to(tl.float64)
+                value = tl.load(p + a * n + i, mask=i < n, other=0.0).to(tl.float64)
                 before += value * value
                 tl.store(row + i, value, mask=i < n)
             for _ in range(2):
@@ -225,11 +360,11 @@ def _row_by_row(p, out, rows, found, r, n, RANKS: tl.constexpr, WIDTH: tl.conste
                 shares = tl.zeros((RANKS,), tl.float64)
                 for first in range(0, n, WIDTH):
                     i = first + tl.arange(0, WIDTH)
-                    others = tl.load(table + i[None, :], mask=(rank < a)[:, None] & (i < n)[None, :], other=0.0)
+                    others = tl.load(begins + i[None, :], mask=(rank < a)[:, None] & (i < n)[None, :], other=0.0)
                     shares += tl.sum(others * tl.load(row + i, mask=i < n, other=0.0)[None, :], 1)
                 for first in range(0, n, WIDTH):
                     i = first + tl.arange(0, WIDTH)
-                    others = tl.load(table + i[None, :], mask=(rank < a)[:, None] & (i < n)[None, :], other=0.0)
+                    others = tl.load(begins + i[None, :], mask=(rank < a)[:, None] & (i < n)[None, :], other=0.0)
                     value = tl.load(row + i, mask=i < n, other=0.0) - tl.sum(others * shares[:, None], 0)
                     tl.debug_barrier()
                     tl.store(row + i, value, mask=i < n)
@@ -247,32 +382,57 @@ def _row_by_row(p, out, rows, found, r, n, RANKS: tl.constexpr, WIDTH: tl.conste
                 value = tl.load(row + i, mask=i < n, other=0.0) * factor
                 tl.debug_barrier()
                 tl.store(row + i, value, mask=i < n)
-                tl.store(out + begin + a * n + i, value.to(tl.float32), mask=i < n)
+                result = value.to(tl.float32)
+                if SPARE:
+                    other = tl.load(spare + a * n + i, mask=i < n, other=0.0)
+                    result = tl.where(dependent, other, result)
+                tl.store(out + a * n + i, result, mask=i < n)
+
+
+#: Columns of the table of matrices: the memory of p, of the rows after one pass, and of those after two.
+_P, _ONCE, _TWICE = 1, 2, 3
 
 
 def orthonormalize(p: Tensor) -> Tensor:
+    return orthonormalize_all([p])[0]
+
+
+def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = ()) -> list[Tensor]:
     """Orthonormalize by Cholesky, always twice; row by row where Cholesky cannot tell how much of a row remains beside
     those before it.
 
     Only the device knows which matrices need the row-by-row loop: the programs of those matrices run it, and the others
     do nothing.
     """
-    out = torch.empty_like(p)
-    if not p.numel():
-        return out
-    count, r, n = p.shape
-    rows = torch.empty(p.shape, dtype=torch.float64, device=p.device)
-    found = torch.zeros(count, dtype=torch.int32, device=p.device)
-    ranks = triton.next_power_of_2(r)
-    tile = {"RANKS": ranks, "WIDTH": min(1024, max(16, _TILE // ranks))}
-    if r <= _TALLEST:
-        pieces = -(-n // tile["WIDTH"])
-        partial = p.new_empty(count, pieces, ranks, ranks, dtype=torch.float64)
-        inverse = p.new_empty(count, ranks, ranks, dtype=torch.float64)
-        once, again = torch.empty_like(p), torch.empty_like(found)
-        for given, result, told in ((p, once, found), (once, out, again)):
-            run(_gram, count * pieces, given, partial, r, n, pieces, on=p, **tile)
-            run(_inverse_root, count, partial, inverse, told, r, pieces, on=p, RANKS=ranks)
-            run(_combine, count * pieces, inverse, given, result, r, n, pieces, on=p, **tile)
-    run(_row_by_row, count, p, out, rows, found, r, n, on=p, **tile)
-    return out
+    outs = [torch.empty_like(p) for p in ps]
+    rows = [row for p, out in zip(ps, outs, strict=True) if p.numel() for row in zip(p, out, strict=True)]
+    alike: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for (own, out), spare in zip(rows, spares or [own for own, _ in rows], strict=True):
+        alike.setdefault(triton.next_power_of_2(own.shape[0]), []).append((own, out, spare))
+    for ranks, some in alike.items():
+        _orthonormalize_alike(ranks, some, replaces=bool(spares))
+    return outs
+
+
+def _orthonormalize_alike(ranks: int, some: Sequence[tuple[Tensor, Tensor, Tensor]], *, replaces: bool) -> None:
+    """Orthonormalize matrices of about the same number of rows, by launches for all of them."""
+    tile, device = {"RANKS": ranks, "WIDTH": min(1024, max(16, _TILE // ranks))}, some[0][0].device
+    numel, square = sum(p.numel() for p, *_ in some), ranks * ranks
+    pieces = [-(-p.shape[1] // tile["WIDTH"]) for p, *_ in some]
+    whole = some[0][0].shape[0] <= _TALLEST
+    once = torch.empty(numel, dtype=torch.float32, device=device)
+    wide = torch.empty(numel + square * (sum(pieces) + len(some)) * whole, dtype=torch.float64, device=device)
+    found = (torch.empty if whole else torch.zeros)(len(some), dtype=torch.int32, device=device)
+    at, wide_at, segments = once.data_ptr(), wide.data_ptr(), Segments(once)
+    for number, ((p, out, spare), own) in enumerate(zip(some, pieces, strict=True)):
+        (r, n), inverse = p.shape, wide_at + 8 * square * own * whole
+        rows = inverse + 8 * square * whole
+        places = p.data_ptr(), at, out.data_ptr(), wide_at, inverse, rows, found.data_ptr() + 4 * number
+        segments.add(own, *places, spare.data_ptr(), r, n)
+        at, wide_at = at + 4 * p.numel(), rows + 8 * p.numel()
+    if whole:
+        for given, result in ((_P, _ONCE), (_ONCE, _TWICE)):
+            segments.run(_gram, GIVEN=given, **tile)
+            segments.run_each(_inverse_root, NOTE=given == _P, **tile)
+            segments.run(_combine, GIVEN=given, RESULT=result, SPARE=replaces and result == _TWICE, **tile)
+    segments.run_each(_row_by_row, SPARE=replaces, **tile)

@@ -7,15 +7,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from narrowband.kernels import lowrank
 from narrowband.kernels.lowrank import DEPENDENT
 from narrowband.kernels.reference import common
 from narrowband.kernels.reference.compensation import all_finite
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
-__all__ = ["compensate_project", "low_rank_product", "orthonormalize"]
+__all__ = [
+    "compensate_project",
+    "compensate_project_all",
+    "low_rank_product",
+    "low_rank_products",
+    "orthonormalize",
+    "orthonormalize_all",
+]
 
 
 def low_rank_product(out: Tensor, p: Tensor, q: Tensor, *, weight: float = 1.0, accumulate: bool = False) -> None:
@@ -66,3 +76,34 @@ def orthonormalize(p: Tensor) -> Tensor:
         dependent = rest <= DEPENDENT * before
         out[:, j : j + 1] = torch.where(dependent, 0.0, row / torch.where(dependent, 1.0, rest).sqrt())
     return out.float()
+
+
+# ---- several matrices: one after the other, by the loop of the tensors' own backend ----------------------------------
+
+
+def low_rank_products(outs: Sequence[Tensor], ps: Sequence[Tensor], qs: Sequence[Tensor]) -> None:
+    for out, p, q in zip(outs, ps, qs, strict=True):
+        lowrank.low_rank_product(out, p, q)
+
+
+def compensate_project_all(
+    xs: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    qs: Sequence[Tensor],
+    ps: Sequence[Tensor],
+    *,
+    sents: Sequence[tuple[Tensor, Tensor] | None],
+    below: float = math.inf,
+) -> bool:
+    every = True
+    for x, residual, q, p, sent in zip(xs, residuals, qs, ps, sents, strict=True):
+        every &= lowrank.compensate_project(x, residual, q, p, sent=sent, below=below)
+    return every
+
+
+def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = ()) -> list[Tensor]:
+    outs = [lowrank.orthonormalize(p) for p in ps]
+    rows = (row for out in outs for row in out)
+    for row, spare in zip(rows, spares, strict=bool(spares)):
+        row.copy_(torch.where((row != 0).any(-1, keepdim=True), row, spare))
+    return outs

@@ -1,0 +1,122 @@
+"""What one step of a transformer starts on a GPU: each launch costs the host some µs, and an answer that it waits for
+much more. Loops are not run; the CPU's tensors play those of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import narrowband as nb
+from narrowband.averaging import core, warmup
+from narrowband.averaging import step as steps
+from narrowband.collectives import Engine
+from narrowband.kernels import backends
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+#: As many tensors as the smallest GPT-2 has, a third as wide; and buckets of as many of them.
+_WIDTH, _BLOCKS, _TOKENS, _PLACES, _BUCKET_MB = 256, 12, 16_752, 344, 25 / 3**2
+_FAMILIES = ("common", "compensation", "launching", "lowrank", "momentum", "quantized", "selection", "sparse")
+
+#: Operators that give memory, or another view of it, and start nothing. Here ``zeros`` takes the place of ``empty``.
+_FREE = {
+    "zeros", "empty", "new_empty", "empty_like", "view", "slice", "select", "unbind", "as_strided", "alias", "detach",
+    "split", "transpose", "t", "permute", "_unsafe_view", "unsqueeze", "lift_fresh",
+}  # fmt: skip
+
+
+class _Operators(TorchDispatchMode):
+    """Counts the operators of PyTorch that start something, or wait."""
+
+    def __init__(self, started: Counter[str]) -> None:
+        super().__init__()
+        self._started = started
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        name = operator.overloadpacket.__name__
+        if name not in _FREE:
+            self._started["waits" if name == "_local_scalar_dense" else "operators"] += 1
+        return operator(*arguments, **(options or {}))
+
+
+class _Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        d = _WIDTH
+        self.tokens, self.places = nn.Parameter(torch.zeros(_TOKENS, d)), nn.Parameter(torch.zeros(_PLACES, d))
+        pairs = [(d, 3 * d), (d, d), (d, 4 * d), (4 * d, d)]
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([*(nn.Linear(*pair) for pair in pairs), nn.LayerNorm(d), nn.LayerNorm(d)])
+            for _ in range(_BLOCKS)
+        )
+        self.norm = nn.LayerNorm(d)
+
+    def forward(self):
+        return sum(p.sum() for p in self.parameters())
+
+
+def counted(rank, world_size, spec):
+    """What a step starts: loops, tables of tensors, operators, waits; once buckets have settled."""
+    started: Counter[str] = Counter()
+    counting = [False]
+
+    def run(loop, programs, *_arguments, **_options):
+        if programs:
+            started["loops"] += 1
+            started[loop.__name__] += 1
+
+    for family in _FAMILIES:
+        import_module(f"narrowband.kernels.cuda.{family}").run = run
+    launching = import_module("narrowband.kernels.cuda.launching")
+    plain_table, plain_try = launching._on_device, Engine._try
+
+    def table(numbers, device):
+        started["tables"] += 1
+        return plain_table(numbers, device)
+
+    def counting_try(self, what):
+        if not counting[0]:
+            return plain_try(self, what)
+        with _Operators(started):
+            return plain_try(self, what)
+
+    launching._on_device, Engine._try = table, counting_try
+    torch.empty = torch.zeros  # what no loop has written should be possible
+    backends.PACKAGES["cpu"], steps.AHEAD = "narrowband.kernels.cuda", {"cpu"}
+    core.warm_up = warmup.use_all = lambda *_, **__: None
+    model = DistributedDataParallel(_Transformer(), bucket_cap_mb=_BUCKET_MB)
+    handle = nb.compress_gradients(model, spec, min_numel=1024)
+    for step in range(4):
+        handle._total.relative_error = 0.0  # otherwise every step would measure it: there is none to be seen
+        started.clear()
+        counting[0] = step == 3
+        model().backward()
+    assert len(list(model.parameters())) == 148
+    return dict(started)
+
+
+#: Spec → the most loops, tables and operators of a step.
+MOST = {
+    "uniform:bits=4+ef": (22, 17, 55),
+    "powersgd:rank=4": (132, 31, 65),
+    "topk:density=0.01+ef": (360, 5, 45),
+}
+
+
+@pytest.mark.parametrize("spec", MOST)
+def test_a_step_starts_little_and_waits_for_nothing(spec):
+    (found,) = run_ranks(counted, 1, spec, fresh=True)
+    loops, tables, operators = MOST[spec]
+    assert found.get("waits", 0) == 0
+    assert found["loops"] <= loops, found
+    assert found["tables"] <= tables
+    assert found["operators"] <= operators
