@@ -81,7 +81,7 @@ def averaged(rank, world_size, spec, ahead):
     return torch.stack(found), residuals(averager), averager.stats().total.skipped, finite
 
 
-@pytest.mark.parametrize("spec", ["qsgd:bits=4", "uniform:bits=2+ef", "topk:density=0.1+ef"])
+@pytest.mark.parametrize("spec", ["qsgd:bits=4", "uniform:bits=2+ef", "topk:density=0.1+ef", "powersgd:rank=2+ef"])
 def test_a_loop_of_ones_own_is_decided_there_too(spec):
     own, theirs = (run_ranks(averaged, 2, spec, ahead) for ahead in (True, False))
     for (averages, kept, skipped, finite), (expected, its, count, _) in zip(own, theirs, strict=True):

@@ -106,7 +106,7 @@ def counted(rank, world_size, spec):
 
 #: Spec → the most loops, tables and operators of a step.
 MOST = {
-    "uniform:bits=4+ef": (22, 17, 55),
+    "uniform:bits=4+ef": (17, 17, 40),
     "powersgd:rank=4": (132, 31, 65),
     "topk:density=0.01+ef": (360, 5, 45),
 }

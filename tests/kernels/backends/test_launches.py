@@ -109,3 +109,21 @@ def test_sparse_payloads(started: Any) -> None:
     assert len(started("sparse_sum_rows", out, payloads, k)) == 1 + 2 + 1 + 1 + 5  # zeros, and each part
     outs, begins = [torch.zeros(LONG) for _ in range(7)], [0] * 7
     assert len(started("sparse_sum_all", outs, payloads, begins, [k] * 7)) == 1 + 2 + 1 + 1 + 5  # of several
+
+
+@pytest.mark.parametrize("several", [1, 7])
+def test_quantized_payloads_of_tensors_whose_last_groups_are_short(started: Any, several: int) -> None:
+    form: dict[str, Any] = {"bits": 4, "group": 128, "scale": "minmax"}
+    xs = [torch.zeros(5001 + at) for at in range(several)]
+    nbytes = [4 * -(-(8 * -(-x.numel() // 128) + kernels.packed_nbytes(x.numel(), 4, 128)) // 4) for x in xs]
+    places = [slice(sum(nbytes[:at]), sum(nbytes[: at + 1])) for at in range(several)]
+    payloads = torch.zeros(2, sum(nbytes), dtype=torch.uint8)
+    with kernels.Findings(xs[0].device).noting(kernels.Findings.OWN):
+        found = started(
+            "quantize_all", xs, [payloads[0, place] for place in places], **form, stochastic=True, seeds=[1] * several,
+            residuals=[x.clone() for x in xs],
+        )  # fmt: skip
+    table = "lift_fresh"
+    assert found == [table, "_quantize_segments", table, "_quantize_rests"]
+    found = started("dequantize_means", payloads, places, xs, **form)
+    assert found == [table, "_mean_segments", table, "_mean_rests"]

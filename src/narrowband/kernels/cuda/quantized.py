@@ -29,7 +29,6 @@ from narrowband.kernels.cuda.common import (
     fold_seed,
     uniform,
 )
-from narrowband.kernels.cuda.compensation import compensate
 from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.findings import holds, open_place
 from narrowband.kernels.quantized import levels_are_finite, packed_nbytes
@@ -351,12 +350,7 @@ def _quantize_segments(
         tl.store(lows + part * ROWS + row, low)
     tl.store(steps + part * ROWS + row, step)
     if NOTES:
-        bad = (step != step) | (low != low)  # noqa: PLR0124 - NaN
-        if FEEDBACK:
-            last = step  # level; see levels_are_finite
-            if SCALE != _MEAN:
-                last = step * levels + low
-            bad = bad | (last != last) | (tl.abs(last) == float("inf"))  # noqa: PLR0124 - NaN
+        bad = _bad(low, step, levels, SCALE, FEEDBACK)
         tl.atomic_or(place, 1, mask=tl.max(bad.to(tl.int32), 0) > 0)
     code = _write_codes(
         v, low, step, words, part, shift, top, folded, BITS, SCALE, STOCHASTIC, ROWS, WIDTH
@@ -366,6 +360,73 @@ def _quantize_segments(
         tl.debug_barrier()  # a thread may store what another has loaded
         tl.store(x + i, old)
         tl.store(residual + i, v - decoded)
+
+
+@kernel
+def _quantize_rests(
+    table, count, place, group, group_bytes, levels, shift, top, offset, decay,
+    BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, FEEDBACK: tl.constexpr, NOTES: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Do for the rests of several tensors what :func:`_quantize_segments` does for whole tiles.
+
+    Threads share bytes of codes otherwise than elements: all have to have written before one reads.
+    """
+    own, part = segment(table, count, 10, SEGMENTS)
+    x = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+    residual = tl.load(own + 2).to(tl.pointer_type(tl.float32))
+    lows = tl.load(own + 3).to(tl.pointer_type(tl.float32))
+    steps = tl.load(own + 4).to(tl.pointer_type(tl.float32))
+    codes = tl.load(own + 5).to(tl.pointer_type(tl.uint8))
+    folded, n = tl.load(own + 6).to(tl.int32), tl.load(own + 7)
+    end, padding = tl.load(own + 8), tl.load(own + 9)
+    g = part * ROWS + tl.arange(0, ROWS)
+    begin = g * group
+    m = tl.minimum(n - begin, group)
+    j = tl.arange(0, WIDTH)
+    inside = j[None, :] < m[:, None]
+    element = begin[:, None] + j[None, :]
+    v = tl.load(x + element, mask=inside, other=0.0)
+    if FEEDBACK:
+        old = tl.load(residual + element, mask=inside, other=0.0)
+        v = old * decay + v
+        tl.debug_barrier()
+        tl.store(x + element, old, mask=inside)
+        tl.store(residual + element, v, mask=inside)
+        tl.debug_barrier()
+    low, step = _header(v, inside, m, levels, SCALE)
+    if SCALE == _MINMAX:
+        tl.store(lows + g, low, mask=m > 0)
+    tl.store(steps + g, step, mask=m > 0)
+    if NOTES:
+        tl.atomic_or(place, 1, mask=tl.max((_bad(low, step, levels, SCALE, FEEDBACK) & (m > 0)).to(tl.int32), 0) > 0)
+    inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
+    finite = step == step  # noqa: PLR0124 - not NaN
+    at = g * group_bytes
+    for plane in tl.static_range(4):
+        if BITS & (8 >> plane):
+            at += _write_plane(
+                residual, codes, at, begin, m, low, inverse, finite, shift, top, folded,
+                BITS, 8 >> plane, SCALE, STOCHASTIC, ROWS, WIDTH,
+            )  # fmt: skip
+    tl.store(codes + end + j, (j * 0).to(tl.uint8), mask=part * WIDTH + j < padding)  # by the first program
+    if FEEDBACK:
+        tl.debug_barrier()
+        code = _read_planes(codes, g * group_bytes, j, m, inside, BITS, ROWS, WIDTH)
+        decoded = _decoded(code, step[:, None], low[:, None], offset, SCALE == _MINMAX)
+        tl.store(residual + element, v - decoded, mask=inside)
+
+
+@kernel
+def _bad(low, step, levels, SCALE: tl.constexpr, FEEDBACK: tl.constexpr):
+    """Return which rows are not finite; with FEEDBACK, nor any of their levels, see ``levels_are_finite``."""
+    bad = (step != step) | (low != low)  # noqa: PLR0124 - NaN
+    if FEEDBACK:
+        last = step
+        if SCALE != _MEAN:
+            last = step * levels + low
+        bad = bad | (last != last) | (tl.abs(last) == float("inf"))  # noqa: PLR0124 - NaN
+    return bad
 
 
 @kernel
@@ -410,6 +471,49 @@ def _read_plane(codes, at, j, m, inside, BITS: tl.constexpr, PLANE: tl.constexpr
 
 
 @kernel
+def _read_planes(codes, at, j, m, inside, BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the codes of rows that begin at the bytes ``at``."""
+    code = tl.zeros((ROWS, WIDTH), tl.int32)
+    for plane in tl.static_range(4):
+        if BITS & (8 >> plane):
+            part, stride = _read_plane(codes, at, j, m, inside, BITS, 8 >> plane)
+            code |= part
+            at += stride
+    return code
+
+
+@kernel
+def _mean_rests(
+    table, count, ranks, apart, group, group_bytes, offset, weight,
+    BITS: tl.constexpr, HAS_LOW: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Do for the rests of several tensors what :func:`_mean_segments` does for whole tiles."""
+    own, part = segment(table, count, 6, SEGMENTS)
+    out = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+    lows = tl.load(own + 2).to(tl.pointer_type(tl.float32))
+    steps = tl.load(own + 3).to(tl.pointer_type(tl.float32))
+    codes = tl.load(own + 4).to(tl.pointer_type(tl.uint8))
+    n = tl.load(own + 5)
+    g = part * ROWS + tl.arange(0, ROWS)
+    begin = g * group
+    m = tl.minimum(n - begin, group)
+    j = tl.arange(0, WIDTH)
+    inside = j[None, :] < m[:, None]
+    nothing = -0.0
+    total = tl.full((ROWS, WIDTH), nothing, tl.float32)
+    there = part * 0
+    for _rank in range(ranks):
+        step = tl.load(steps + there + g, mask=m > 0, other=0.0)
+        low = tl.zeros_like(step)
+        if HAS_LOW:
+            low = tl.load(lows + there + g, mask=m > 0, other=0.0)
+        code = _read_planes(codes + 4 * there, g * group_bytes, j, m, inside, BITS, ROWS, WIDTH)
+        total += _decoded(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
+        there += apart
+    tl.store(out + begin[:, None] + j[None, :], total, mask=inside)
+
+
+@kernel
 def _dequantize(
     lows, steps, codes, out, n, group, group_bytes, offset, weight,
     BITS: tl.constexpr, HAS_LOW: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -421,13 +525,7 @@ def _dequantize(
     low = tl.zeros_like(step)
     if HAS_LOW:
         low = tl.load(lows + g, mask=m > 0, other=0.0)
-    code = tl.zeros((ROWS, WIDTH), tl.int32)
-    at = g * group_bytes
-    for plane in tl.static_range(4):
-        if BITS & (8 >> plane):
-            part, stride = _read_plane(codes, at, j, m, inside, BITS, 8 >> plane)
-            code |= part
-            at += stride
+    code = _read_planes(codes, g * group_bytes, j, m, inside, BITS, ROWS, WIDTH)
     value = _decoded(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
     element = begin[:, None] + j[None, :]
     if ACCUMULATE:
@@ -497,6 +595,10 @@ class _Form:
         ):
             return 0
         return n // (self.tile["ROWS"] * self.group)
+
+    def programs(self, n: int) -> int:
+        """Return how many programs of the general loops n elements take."""
+        return -(-n // (self.tile["ROWS"] * self.group))
 
     def quantize_rest(self, x: Tensor, floats: Tensor, steps: Tensor, codes: Tensor, seed: int, done: int) -> None:
         """Quantize the groups from ``done`` on by the general loop."""
@@ -586,38 +688,32 @@ def quantize_all(
             xs, outs, bits=bits, group=group, scale=scale, stochastic=stochastic, seeds=seeds, residuals=residuals,
             decay=decay,
         )  # fmt: skip
-    form, segments = _Form(bits, group, scale, stochastic=stochastic), Segments(xs[0])
-    place, rests, headers = open_place(xs[0].device), [], []
+    form = _Form(bits, group, scale, stochastic=stochastic)
+    segments, rests = Segments(xs[0]), Segments(xs[0])
+    place, headers, each = open_place(xs[0].device), [], packed_nbytes(group, bits, group)
     for x, residual, out, seed in zip(xs, residuals or xs, outs, seeds, strict=True):
         floats, steps, codes = form.parts(out, x.numel())
         end = packed_nbytes(x.numel(), bits, group)
-        if end < codes.numel():
-            codes[end:] = 0
         programs = form.whole(x.numel(), codes)
-        pointers = (own.data_ptr() for own in (x, residual, floats, steps, codes))
+        pointers = [own.data_ptr() for own in (x, residual, floats, steps, codes)]
         segments.add(programs, *pointers, fold_seed(seed))
         done = programs * form.tile["ROWS"]
-        if done * group < x.numel():
-            rests.append((x, residual, floats, steps, codes, seed, done))
+        first, padding = done * group, codes.numel() - end
+        if padding and not (first < x.numel() and padding <= form.tile["WIDTH"]):
+            codes[end:], padding = 0, 0
+        behind = (4 * first, 4 * first, 4 * done, 4 * done, each * done)
+        begins = [pointer + nbytes for pointer, nbytes in zip(pointers, behind, strict=True)]
+        rest = fold_seed(seed, first), x.numel() - first, end - each * done, padding
+        rests.add(form.programs(x.numel() - first), *begins, *rest)
         headers.append(floats)
+    note = xs[0] if place is None else place
     numbers = form.levels, form.shift, form.top, form.offset, float(decay)
-    several = {"FEEDBACK": bool(residuals), "NOTES": place is not None, "ALIGNED": _aligned((*xs, *residuals))}
-    segments.run(
-        _quantize_segments,
-        xs[0] if place is None else place,
-        *numbers,
-        **form.constants,
-        **several,
-        num_warps=form.warps,
-    )
-    for x, residual, floats, steps, codes, seed, done in rests:
-        if residuals:
-            compensate(x[done * group :], residual[done * group :], decay=decay)
-        form.quantize_rest(residual, floats, steps, codes, seed, done)
-        if residuals:
-            form.dequantize_rest(floats, steps, codes, residual, done, -1.0, accumulate=True)
+    several = {**form.constants, "FEEDBACK": bool(residuals), "NOTES": place is not None}
+    aligned = _aligned((*xs, *residuals))
+    segments.run(_quantize_segments, note, *numbers, ALIGNED=aligned, **several, num_warps=form.warps)
+    rests.run(_quantize_rests, note, group, each, *numbers, **several)
     finite = True
-    for floats in headers if place is None else (rest[2] for rest in rests):
+    for floats in headers if place is None else ():
         finite &= holds(levels_are_finite(floats, bits=bits, scale=scale) if residuals else ~floats.isnan().any())
     return finite
 
@@ -629,15 +725,22 @@ def dequantize_means(
     if group > _LONGEST or apart % 4 or payloads.data_ptr() % 4 or any(place.start % 4 for place in places):
         reference.dequantize_means(payloads, places, outs, bits=bits, group=group, scale=scale)
         return
-    form, segments, weight = _Form(bits, group, scale), Segments(outs[0]), 1.0 / ranks
+    form, weight, each = _Form(bits, group, scale), 1.0 / ranks, packed_nbytes(group, bits, group)
+    segments, rests = Segments(outs[0]), Segments(outs[0])
     for place, out in zip(places, outs, strict=True):
         floats, steps, codes = form.parts(payloads[0, place], out.numel())
         programs = form.whole(out.numel(), codes)
-        segments.add(programs, *(own.data_ptr() for own in (out, floats, steps, codes)))
+        pointers = [own.data_ptr() for own in (out, floats, steps, codes)]
+        segments.add(programs, *pointers)
         done = programs * form.tile["ROWS"]
-        if done * group < out.numel():
-            for rank in range(ranks):
-                parts = form.parts(payloads[rank, place], out.numel())
-                form.dequantize_rest(*parts, out, done, weight, accumulate=rank > 0)
-    constants = {"BITS": bits, "HAS_LOW": scale == "minmax", "ALIGNED": _aligned(outs), **form.tile}
-    segments.run(_mean_segments, ranks, apart // 4, form.offset, weight, **constants, num_warps=form.warps)
+        first = done * group
+        behind = (4 * first, 4 * done, 4 * done, each * done)
+        begins = [pointer + nbytes for pointer, nbytes in zip(pointers, behind, strict=True)]
+        rests.add(form.programs(out.numel() - first), *begins, out.numel() - first)
+    constants = {"BITS": bits, "HAS_LOW": scale == "minmax", **form.tile}
+    numbers = ranks, apart // 4
+    aligned = _aligned(outs)
+    segments.run(
+        _mean_segments, *numbers, form.offset, weight, ALIGNED=aligned, **constants, num_warps=form.warps
+    )  # fmt: skip
+    rests.run(_mean_rests, *numbers, group, each, form.offset, weight, **constants)

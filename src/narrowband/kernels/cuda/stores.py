@@ -37,23 +37,29 @@ def _in_16(bits, out, n, folded, WIDTH: tl.constexpr):
 
 @kernel
 def _in_8(x, codes, exponents, n, folded, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr):
-    g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    element = g[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-    v = tl.load(x + element, mask=element < n, other=0.0)
-    top = tl.max(v.to(tl.int32, bitcast=True) & MAGNITUDE, 1)
+    """Elements are in two halves of groups along the first axis, so that a thread has both elements of a hash."""
+    part = tl.program_id(0).to(tl.int64)
+    left = tl.minimum(n - part * (ROWS * _GROUP), ROWS * _GROUP).to(tl.int32)
+    row = tl.arange(0, ROWS)
+    place = (row * _HALF)[None, :, None] + tl.arange(0, _HALF)[None, None, :]
+    half = tl.arange(0, 2)[:, None, None]
+    element = half * _HALF + (row * _GROUP)[None, :, None] + tl.arange(0, _HALF)[None, None, :]
+    x += part * (ROWS * _GROUP)
+    v = tl.load(x + element, mask=element < left, other=0.0)
+    top = tl.max(tl.max(v.to(tl.int32, bitcast=True) & MAGNITUDE, 0), 1)
     exponent = (top >> 23) - 126 - tl.where((top & 0x007FFFFF) <= 0x007E0000, 7, 6)
     exponent = tl.maximum(exponent, _LEAST)
-    tl.store(exponents + g, exponent.to(tl.int8), mask=g * _GROUP < n)
-    scaled = v * ((127 + 16 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    below = tl.floor(scaled)
-    rest = scaled - below
-    odd = below * 0.5 != tl.floor(below * 0.5)
-    fixed = below.to(tl.int32) + ((rest > 0.5) | ((rest == 0.5) & odd)).to(tl.int32)
+    tl.store(exponents + part * ROWS + row, exponent.to(tl.int8), mask=row * _GROUP < left)
+    scaled = v * ((127 + 16 - exponent) << 23).to(tl.float32, bitcast=True)[None, :, None]
+    # Magnitudes are below 2**23. Added to it, they are rounded to whole numbers, ties to even, which its bits hold.
+    whole = (tl.abs(scaled) + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    fixed = tl.where(scaled < 0.0, -whole, whole)
     if STOCHASTIC:
-        fixed += _noise(element, folded).to(tl.int32)
+        h = mix((part * (ROWS * _HALF) + folded).to(tl.uint32) + place.to(tl.uint32))
+        fixed += tl.where(half == 0, h & 0xFFFF, h >> 16).to(tl.int32)
     else:
         fixed += 1 << 15
-    tl.store(codes + element, (fixed >> 16).to(tl.int8), mask=element < n)
+    tl.store(codes + part * (ROWS * _GROUP) + element, (fixed >> 16).to(tl.int8), mask=element < left)
 
 
 @kernel
@@ -77,7 +83,8 @@ def keep_in_16(x: Tensor, out: Tensor, *, seed: int | None) -> None:
 def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) -> None:
     programs = -(-exponents.numel() // _ROWS)
     folded = fold_seed(seed or 0)
-    run(_in_8, programs, x, codes, exponents, x.numel(), folded, on=x, STOCHASTIC=seed is not None, ROWS=_ROWS)
+    form = {"STOCHASTIC": seed is not None, "ROWS": _ROWS, "num_warps": 2}
+    run(_in_8, programs, x, codes, exponents, x.numel(), folded, on=x, **form)
 
 
 def read_from_8(codes: Tensor, exponents: Tensor, out: Tensor) -> None:
