@@ -145,12 +145,17 @@ def use_once(x: Tensor, chosen: Compression) -> None:
     kernels.all_zero(x.view(-1))
     kernels.all_finite(x.view(-1))
     if feedback is not None and feedback.collective is not None:
-        operand = Operand("", x.flatten(), x.shape, codec, None, lambda _: 0)
-        exchange = collective(feedback.collective)([operand], Peers(None, 0, 1), measure=False, state=feedback)
-        exchange.encode()
-        for _ in exchange.job():
-            pass
-        exchange.deliver(good=True)
+        ways = [None, kernels.Findings(x.device)] if x.is_cuda and feedback.goes_ahead else [None]
+        for findings in ways:
+            operand = Operand("", x.flatten(), x.shape, codec, None, lambda _: 0)
+            exchange = collective(feedback.collective)([operand], Peers(None, 0, 1), measure=False, state=feedback)
+            exchange.findings = findings
+            exchange.encode()
+            for _ in exchange.job():
+                pass
+            exchange.deliver(good=True)
+            if findings is not None:
+                kernels.poison_all_if(findings.of_all, [operand.x])
         narrow = [x.new_zeros(1, side) for side in x.shape]  # as of a narrow layer
         kernels.low_rank_product(operand.x, *narrow)
         kernels.low_rank_product(operand.x, *narrow, accumulate=True)  # as when a residual is asked for, or saved
