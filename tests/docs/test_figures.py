@@ -302,8 +302,8 @@ def of_training() -> Iterator[Said]:
     sgd, adamw = ([correlations[each, kind] for each in ("qsgd", "top-k", "low rank")] for kind in ("SGD", "AdamW"))
     yield Said(
         adapt,
-        "with SGD the two orders correlate with {} for quantization, {} for top-k and {} for low rank. With AdamW it is "
-        "{}, {} and {}.".format(*sgd, *adamw),
+        "with SGD the two orders correlate with {} for quantization, {} for top-k and {} for low rank. With AdamW it "
+        "is {}, {} and {}.".format(*sgd, *adamw),
     )
     alone = bench("adapt")["program alone"]
     yield Said(
