@@ -279,7 +279,7 @@ class Handle(Averaging):
             "memory formats": self.layers.memory_formats,
             "feedback": self.layers.unused.saved(self.layers.state) if self.layers.state else {},
             "others": {name: self.layers.unused.saved(state) for name, state in self.layers.states.items() if name},
-            "in turns": self._keeps_former(),
+            "in turns": self._in_turns(),
             "controller": self._controller.state_dict(),
         }
 
@@ -358,7 +358,7 @@ class Handle(Averaging):
         self._open_pairs()
         self._step, self._epoch = mine["step"], mine["epoch"]
         self._paused = mine["paused"]
-        self._go_on(in_turns=mine.get("in turns", True))
+        self._go_on(in_turns=mine.get("in turns"))
         self._seed = mine["seed"]
         self._loss_scale.value = mine["loss_scale"] or 1.0  # None in older states: gradients were not scaled
         self._total, self._last, self._sent, self._errors, self._unread = StepStats(), StepStats(), {}, {}, []
@@ -366,11 +366,15 @@ class Handle(Averaging):
     def _saves(self) -> None:
         """Decide which averages that wait will be used: a state that is saved is without the others."""
 
-    def _go_on(self, *, in_turns: bool) -> None:
+    def _in_turns(self) -> bool | None:
+        """Whether averages are thrown away, because optimizers take turns; None if that is not known."""
+        return None
+
+    def _go_on(self, *, in_turns: bool | None) -> None:
         """Forget who has used which averages: a state was loaded, and no average waits.
 
         Args:
-            in_turns: whether averages may be thrown away, because optimizers take turns.
+            in_turns: whether averages are thrown away; None if that is not known.
         """
 
     def _state_facts(self, state: Mapping[str, Any]) -> Facts:

@@ -57,7 +57,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "controller": ("a dictionary", _is_mapping),
     "memory formats": ("a dictionary", _is_mapping),
-    "in turns": ("True or False", lambda value: isinstance(value, bool)),
+    "in turns": ("True, False or None", lambda value: value is None or isinstance(value, bool)),
 }
 
 #: Keys that states of earlier releases lack.

@@ -38,11 +38,14 @@ class GradientCompression(Handle, ABC):
     def _keeps_former(self) -> bool:
         return self._steps is not None and self._steps.waiting.keeps
 
+    def _in_turns(self) -> bool | None:
+        return None if self._steps is None else self._steps.waiting.in_turns
+
     def _saves(self) -> None:
         if self._steps is not None:
             self._steps.waiting.saves()
 
-    def _go_on(self, *, in_turns: bool) -> None:
+    def _go_on(self, *, in_turns: bool | None) -> None:
         if self._steps is not None:
             self._steps.waiting.restart(in_turns=in_turns)
 

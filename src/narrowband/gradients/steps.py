@@ -236,8 +236,7 @@ class Steps:
             self._stepping = None
             if self._state is Turn.AVERAGED:
                 self._state = Turn.USED
-        if ours := list(self._of(optimizer)):
-            self.waiting.stepped(ours)
+        self.waiting.stepped(list(self._of(optimizer)))
 
     def _of(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """Yield the parameters that both the optimizer and the handle have."""

@@ -9,8 +9,9 @@ Whether a gradient was cleared must be seen before backward adds to it. So hooks
 gradients are computed; the first of them looks at all.
 
 All this takes time and memory, so it is only done while it may be of use: in the first steps, until every parameter was
-stepped with; and for good, once an average was thrown away. In between, a step of an optimizer that has only a part of
-the parameters shows that it may be time again. Nothing is done where a single optimizer steps with everything.
+stepped with; and for good, once an average was thrown away. In between, averages wait after a step of an optimizer that
+has only a part of the parameters, or none of them, as that of a GAN's other network. Nothing is done where a single
+optimizer steps with everything.
 
 Averages of parameters that no optimizer of PyTorch's has count as used: the training loop may apply them itself.
 
@@ -86,11 +87,13 @@ class Waiting:
         self._off = not handle.layers.stateful
         self._beginning = not self._off
         self._in_turns = False
-        self._fresh = False  # whether averages have arrived, and no optimizer has stepped since
+        self._arrived = False  # whether averages have arrived
+        self._fresh = False  # whether they have, and no optimizer has stepped since
         self._waiting: set[int] = set()
         self._thrown: set[int] = set()
         self._spoilt: set[int] = set()  # parameters whose gradients were NaN before this step
         self._owned: set[int] = set()  # parameters that an optimizer has
+        self._others_step = False  # whether an optimizer of other parameters has stepped while averages waited
         self._stepped: set[int] = set()  # those that one has stepped with, in the beginning
         self._searched = False
         self._steps_now: weakref.ref[torch.optim.Optimizer] | None = None
@@ -109,18 +112,24 @@ class Waiting:
         return self._beginning or self._in_turns
 
     @property
+    def in_turns(self) -> bool | None:
+        """Whether averages are thrown away; None if that is not known yet."""
+        return None if self._beginning and not self._in_turns else self._in_turns
+
+    @property
     def any(self) -> bool:
         """Whether averages wait, as far as they are followed."""
         return bool(self._waiting)
 
-    def restart(self, *, in_turns: bool) -> None:
+    def restart(self, *, in_turns: bool | None) -> None:
         """Forget everything: a state was loaded, and no average waits.
 
         Args:
-            in_turns: whether averages may be thrown away.
+            in_turns: see :attr:`in_turns`.
         """
-        self._beginning, self._in_turns = in_turns and not self._off, False
-        self._fresh = self._searched = False
+        self._beginning = in_turns is None and not self._off
+        self._in_turns = bool(in_turns) and not self._off
+        self._arrived = self._fresh = self._searched = self._others_step = False
         for some in (self._waiting, self._thrown, self._spoilt, self._owned, self._stepped):
             some.clear()
 
@@ -164,7 +173,7 @@ class Waiting:
 
     def averaged(self) -> None:
         """Note that averages were written into the gradients."""
-        self._fresh = True
+        self._arrived = self._fresh = True
         if self._spoilt:
             for key, p in self._present():
                 if key in self._spoilt and p.grad is not None:
@@ -181,22 +190,26 @@ class Waiting:
         """Note that an optimizer has stepped.
 
         Args:
-            parameters: those of the handle's parameters that it has.
+            parameters: those of the handle's parameters that it has; maybe none.
         """
-        self._steps_now = None
+        if parameters:
+            self._steps_now = None
         for p in parameters:
             if p.grad is not None:
                 self._used_up[id(p)] = (weakref.ref(p.grad), _version(p.grad))
                 self._reached.discard(id(p))
         fresh, self._fresh = self._fresh, False
         if self._off or not (self.keeps or self._waiting or (fresh and len(parameters) < len(self._ours))):
+            if self._searched:  # a new optimizer, which the search did not find
+                self._owned.update(map(id, parameters))
             return
         own = set(map(id, parameters))
         self._owned |= own
+        self._others_step |= not own
         if fresh and not self.keeps:
             self._wait(besides=own)
         self._use({id(p) for p in parameters if p.grad is not None})
-        if self._beginning:
+        if self._beginning and self._arrived and own:
             self._stepped |= own
             if len(self._stepped) < len(self._ours):
                 self._use_without_owner(set(self._ours))
@@ -221,12 +234,13 @@ class Waiting:
             self._use(own - self._before)
         skipped = self._was_skipped() if not self._in_turns else False
         cleared = self._cleared()
+        if self._owned or self._others_step:
+            self._use_without_owner(set(self._waiting))
         if not self._owned:  # no optimizer has stepped: training does without, or a scaler skips its first steps
             self._use(set(self._waiting))
             if self._beginning and not skipped:
                 self._end_beginning()
             return
-        self._use_without_owner(set(self._waiting))
         thrown = cleared & self._waiting
         self._thrown |= thrown
         self._waiting -= thrown
