@@ -456,6 +456,32 @@ def test_residuals_arrive_when_none_with_feedback_takes_over():
         assert all(before > 1e-3 and after == 0.0 for before, after in found), found
 
 
+def becomes_the_default(rank, world_size, before, layer, now):
+    """A layer has a feedback of its own; in the resumed run the whole model has that feedback."""
+    model, handle = start(before)
+    handle.set_layers({"0.weight": layer})
+    train(model, rank, range(3))
+    held, state = residuals(handle), copy.deepcopy(handle.state_dict())
+    _, again = start(now)
+    again.load_state_dict(state)
+    return same(residuals(again), held), sorted(held), list(again.state_dict()["others"])
+
+
+@pytest.mark.parametrize(
+    ("before", "layer", "now"),
+    [
+        ("topk:density=0.05+ef-mixed", "topk:density=0.1+ef", "none+ef"),
+        ("topk:density=0.05+ef", "topk:density=0.1+ef-mixed", "topk:density=0.2+ef-mixed"),
+    ],
+)
+def test_residuals_of_a_layer_with_a_feedback_of_its_own_stay_when_the_model_gets_that_feedback(before, layer, now):
+    for kept, names, others in run_ranks(becomes_the_default, 2, before, layer, now):
+        assert kept
+        assert "0.weight" in names
+        assert len(names) > 1
+        assert others == []
+
+
 def through_a_file(rank, world_size):
     model, handle = start("topk:density=0.05+ef")
     train(model, rank, range(1))

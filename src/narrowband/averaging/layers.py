@@ -398,7 +398,7 @@ class Layers:
         self._check_names(specs)
         small = [] if self.small is None else [("small", self.small)]
         _, states = self._all_beside([*small, *specs.items()], {} if self.state is None else {"": self.state})
-        for name, values in saved.items():
+        for name, values in self._by_state(saved).items():
             if name in states:
                 states[name].check_state(values)
                 self._check_fits(states[name], values)
@@ -411,8 +411,21 @@ class Layers:
         self._overrides, self._other_states = {}, {}
         self.unused.clear()
         self.set(specs)
+        saved = self._by_state(saved)
         for name, state in self.states.items():
             state.load_state_dict({key: value.to(device) for key, value in saved.get(name, {}).items()})
+
+    def _by_state(self, saved: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the saved feedback by the name of the state here that takes it. Feedback that only some layers had is
+        now the model's, if the default spec has become one with this feedback.
+        """
+        own = "" if self.state is None else self.state.name
+        if not own or own not in saved:
+            return saved
+        return {
+            **{name: values for name, values in saved.items() if name != own},
+            "": {**saved.get("", {}), **saved[own]},
+        }
 
     def clear(self) -> None:
         """Free the memory that feedback takes."""
