@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import narrowband as nb
 from narrowband.updates import fragments
+from narrowband.updates.connections import Connections
 from tests.gradients.training import loss_of, refusal, sgd, train
 from tests.ranks import run_ranks
 from tests.updates.peers import LONG_S, Normed, everything, join
@@ -108,6 +113,31 @@ def test_a_peer_that_was_interrupted_goes_on_and_is_equal_again(store, where):
         if rank == 2 and not voted:
             before, after = kept
             assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def interrupted_while_connecting(rank, world_size):
+    """A process that is alone connects; Ctrl-C comes while PyTorch makes the group; it connects again."""
+    connections = Connections(nb.Rendezvous("localhost:1"))
+    view = SimpleNamespace(rank=rank, size=world_size)
+    with (
+        mock.patch.object(distributed_c10d, "_new_process_group_helper", create_and_stop),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        connections.open(view, dist.HashStore())
+    connections.close()
+    x = torch.ones(3)
+    dist.all_reduce(x, group=connections.open(view, dist.HashStore()))
+    connections.close()
+    return x.tolist(), dist.is_initialized()
+
+
+def create_and_stop(*given, create=distributed_c10d._new_process_group_helper, **options):
+    create(*given, **options)
+    raise KeyboardInterrupt
+
+
+def test_a_peer_that_was_interrupted_while_it_connected_can_connect_again():
+    assert run_ranks(interrupted_while_connecting, 1, group=False) == [([1.0] * 3, False)]
 
 
 def interrupt(stop_at, passed, until=None):

@@ -83,7 +83,13 @@ class Connections:
         return min(self._rules.exchange_s, max(_PAUSES_S, self._rules.exchange_s / _TIMEOUTS_TO_CONNECT))
 
     def close(self) -> None:
-        """Close the connections, if there are any."""
+        """Close the connections, if there are any, or what is left of them where Ctrl-C came while they were made."""
+        world = dist.distributed_c10d._world  # noqa: SLF001 - PyTorch would refuse to use the same name again
+        left = {**world.pg_map, **world.pg_names}
+        if left and not dist.is_initialized():
+            group = next(iter(left))
+            world.pg_map.setdefault(group, ("gloo", dist.HashStore()))
+            dist.distributed_c10d._update_default_pg(group)  # noqa: SLF001
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # raised if peers are gone
                 dist.destroy_process_group()
