@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -68,6 +69,9 @@ def test_no_function_of_tritons_returns_none():
 
 
 def test_loops_have_few_instructions(tmp_path):
+    compiler = version("triton")
+    if tuple(map(int, compiler.split(".")[:2])) < (3, 9):
+        pytest.skip(f"Triton {compiler}: the limits are what Triton 3.9 takes; older ones take more")
     record, environment = tmp_path / "record.json", {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "benchmarks.instructions", "--json", record, "--only", *{loop for loop, _ in FEW}]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
