@@ -69,6 +69,25 @@ def test_the_error_of_a_score_is_that_of_independent_roundings(keys):
     assert found.item() == pytest.approx(errors.std((0, 2, 3)).max().item(), rel=0.05)
 
 
+@pytest.mark.parametrize(("granularity", "most"), [("layer", 1.05), (32, 1.5)])
+def test_the_error_of_a_score_is_that_of_the_ranges_of_the_policy(granularity, most):
+    """The step of a head was taken, which may be much smaller than that of the layer, or larger than neighbours'."""
+    generator = torch.Generator().manual_seed(0)
+    of_heads = torch.tensor([0.5, 1.0, 1.0, 4.0]).view(4, 1, 1)
+    q = torch.randn(2, 4, 256, 32, generator=generator) * of_heads
+    k = torch.randn(2, 4, 256, 32, generator=generator) * of_heads.flip(0)
+    found = score_error(q, k, scale=0.25, granularity=granularity)
+
+    def rounded(x):
+        lines = x.double().reshape(-1, x.numel() if granularity == "layer" else granularity)
+        low, high = lines.aminmax(dim=1, keepdim=True)
+        step = (high - low) / 255
+        return (low + ((lines - low) / step).round() * step).view(x.shape)
+
+    errors = 0.25 * (rounded(q) @ rounded(k).mT - q.double() @ k.double().mT)
+    assert 0.95 < found.item() / errors.std((0, 2, 3)).max().item() < most
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_attention_with_large_scores_saves_is_kept_from_the_first_pass_on(bits):
     for factor, is_kept in ((1.0, False), (1e3, True)):

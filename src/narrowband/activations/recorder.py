@@ -447,7 +447,8 @@ class Recorder:
         """Return the bits for what fused attention saves: more than ``bits``, or 0, where scores are too large."""
         call = self.call
         if call.bits is None:
-            call.bits = bits_of_scores(call, bits, self.estimates, f"{module}:attention:{nth}:scores")
+            name = f"{module}:attention:{nth}:scores"
+            call.bits = bits_of_scores(call, bits, self.policy, self.estimates, name)
         return call.bits
 
     def _quantized(

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from narrowband.activations.layout import Arrangement, neighbours
 from narrowband.activations.packed import ahead, by_chance
 
 if TYPE_CHECKING:
     from narrowband.activations.calls import Call
+    from narrowband.activations.policy import ActivationPolicy
     from narrowband.activations.ranges import Estimates
 
 __all__ = ["bits_of_scores", "score_error"]
@@ -39,16 +41,19 @@ _LEVELS = 255
 
 
 @torch.no_grad()
-def score_error(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
-    """Return the standard deviation of a score's error if queries and keys are rounded to 256 levels per head.
+def score_error(
+    query: Tensor, key: Tensor, scale: float | None = None, granularity: Literal["group", "layer"] | int = "group"
+) -> Tensor:
+    """Return the standard deviation of a score's error if queries and keys are rounded to 256 levels.
 
-    The levels lie between a head's extremes. The result is that of the head with the largest error, or half of that of
-    the token with the largest error, if this is more.
+    The levels lie between the extremes of those elements that share a range. The result is that of the head with the
+    largest error, or half of that of the token with the largest error, if this is more.
 
     Args:
         query: (…, heads, tokens, d), or (tokens, d).
         key: likewise; it may have fewer heads.
         scale: the factor of scores; 1 / √d by default.
+        granularity: which elements share a range, as in a policy: those of a head, all, or so many neighbours.
 
     Returns:
         A tensor of shape (), float32, on the device of the inputs.
@@ -58,26 +63,36 @@ def score_error(query: Tensor, key: Tensor, scale: float | None = None) -> Tenso
         >>> score_error(q, k).item() < 0.05 < score_error(8 * q, 8 * k).item()
         True
     """
-    (q_step, q_square), (k_step, k_square) = _spread(query), _spread(key)
+    (q_step, q_square), (k_step, k_square) = _spread(query, granularity), _spread(key, granularity)
     if q_step.shape != k_step.shape:  # queries of several heads share a key
         q_step, q_square, k_step, k_square = (x.amax(-1, keepdim=True) for x in (q_step, q_square, k_step, k_square))
     d = query.shape[-1]
-    variance = q_step.square() * k_square + k_step.square() * q_square
+    variance = q_step * k_square + k_step * q_square
     return ((1 / math.sqrt(d) if scale is None else abs(scale)) * math.sqrt(d / 12)) * variance.sqrt().amax()
 
 
-def _spread(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each head the distance between two levels, (heads); and the mean squares to reckon with, (2, heads).
+def _spread(x: Tensor, granularity: Literal["group", "layer"] | int) -> tuple[Tensor, Tensor]:
+    """Return for each head the squares of the distance between two levels and of elements to reckon with, (2, heads).
 
-    The first is the mean over all tokens. The second is the largest of a token, divided so that the same limit applies.
+    The first of the two are means over all tokens. The second are the largest of a token; squares of elements are
+    divided so that the same limit applies.
     """
     dims = [dim for dim in range(x.dim()) if dim != x.dim() - 3]
     squares = x.float().square().mean(-1, keepdim=True)  # of each token
     both = torch.stack((squares.mean(dims), squares.amax(dims) / _OF_ONE_TOKEN**2))
-    return (x.amax(dims) - x.amin(dims)).float() / _LEVELS, both
+    if isinstance(granularity, int):
+        arrangement = Arrangement.of(x)
+        lines_GM = neighbours(arrangement.flat(x.detach()), granularity)[0].view(-1, granularity)
+        widths = (lines_GM.amax(1, keepdim=True) - lines_GM.amin(1, keepdim=True)).expand_as(lines_GM)
+        steps = arrangement.unflat(widths.reshape(-1)[: x.numel()]).float() / _LEVELS
+        return torch.stack((steps.square().mean(dims), steps.amax(dims).square())), both
+    width = x.amax() - x.amin() if granularity == "layer" else x.amax(dims) - x.amin(dims)
+    return (width.float() / _LEVELS).square().expand_as(both), both
 
 
-def bits_of_scores(call: Call, bits: Literal[8, 4, 2], estimates: Estimates, name: str) -> Literal[8, 4, 2, 0]:
+def bits_of_scores(
+    call: Call, bits: Literal[8, 4, 2], policy: ActivationPolicy, estimates: Estimates, name: str
+) -> Literal[8, 4, 2, 0]:
     """Return how many bits to use for the tensors that a call of fused attention saves.
 
     The result is ``bits`` where that is precise enough for the call's queries and keys; else 8; else 0, which means:
@@ -89,6 +104,7 @@ def bits_of_scores(call: Call, bits: Literal[8, 4, 2], estimates: Estimates, nam
     Args:
         call: a call of ``F.scaled_dot_product_attention``.
         bits: the bits of codes that the policy asks for.
+        policy: says which elements share a range.
         estimates: the model's estimates. They hold the last error, so that a resumed run checks the same calls.
         name: the name of the error in the estimates.
     """
@@ -98,7 +114,7 @@ def bits_of_scores(call: Call, bits: Literal[8, 4, 2], estimates: Estimates, nam
         estimates.see(name, arrived)
     seen = estimates.seen(name)
     if seen is None or seen > _LIMIT or by_chance(estimates.draws):
-        error = score_error(query, key, _argument(call, 6, "scale"))
+        error = score_error(query, key, _argument(call, 6, "scale"), policy.granularity)
         if seen is not None and seen <= _LIMIT and ahead(query.device):
             estimates.notes.place(name, query.device).copy_(error.view(1))
         else:

@@ -88,7 +88,7 @@ class Connections:
         left = {**world.pg_map, **world.pg_names}
         if left and not dist.is_initialized():
             group = next(iter(left))
-            world.pg_map.setdefault(group, ("gloo", dist.HashStore()))
+            world.pg_map.setdefault(group, ("gloo", dist.HashStore()))  # type: ignore[attr-defined]
             dist.distributed_c10d._update_default_pg(group)  # noqa: SLF001
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # raised if peers are gone
