@@ -77,8 +77,11 @@ def test_everything_learns_alike_plain_and_compressed(tmp_path, options):
 
 @needs_lab
 def test_peers_at_two_sites_end_with_one_model(capfd, tmp_path):
-    """The third comes when the others have begun, and gets their parameters over the slow link."""
-    script = [sys.executable, str(EXAMPLES / "two_sites.py"), "--rounds", "12", "--every", "3", "--late", "3"]
+    """The third comes when the others have begun, and gets their parameters over the slow link.
+
+    Rounds are 2 s apart, so that it has loaded its loops and arrives before the last of them, on a busy machine, too.
+    """
+    script = [sys.executable, str(EXAMPLES / "two_sites.py"), "--rounds", "10", "--every", "2s", "--late", "3"]
     links = LabConfig(nodes=3, up="1gbit,50mbit,50mbit", down="1gbit,100mbit,100mbit", timeout_s=120)
     report = run(links, script, {"NARROWBAND_TOLD": str(tmp_path)})
     said = capfd.readouterr().out
@@ -86,12 +89,12 @@ def test_peers_at_two_sites_end_with_one_model(capfd, tmp_path):
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert sorted(line[9:] for line in said.splitlines() if '"joined_s"' in line) == sorted(map(json.dumps, told))
     assert len({peer["parameters_sha256"] for peer in told}) == 1
-    assert all(peer["rounds"][-1]["round"] == 12 for peer in told)
+    assert all(peer["rounds"][-1]["round"] == 10 for peer in told)
     assert told[2]["joined_round"] > 3 > min(peer["joined_round"] for peer in told)
     parameters = 4 * (256 * 64 + 2048 * 512 + 512 + 512 * 256 + 256)
     assert {peer["parameters_bytes"] for peer in told} == {parameters}
     for rank in report.ranks:  # 0.06 of the model a round, where a ring all-reduce sends one and a half
-        assert rank.sent_bytes < 12 * 0.06 * parameters + 1.5 * parameters  # and to the one that came
+        assert rank.sent_bytes < 10 * 0.06 * parameters + 1.5 * parameters  # and to the one that came
 
 
 def test_examples_are_short_enough_to_copy():

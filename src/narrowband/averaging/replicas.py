@@ -59,14 +59,13 @@ def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup 
         )
 
 
-def check_once(model: nn.Module, group: dist.ProcessGroup | None, *, besides: str) -> None:
+def check_once(model: nn.Module, group: dist.ProcessGroup | None, *besides: str) -> None:
     """Check that nothing of another kind averages a model with ranks of the group already.
 
     Args:
         model: the model, or the DistributedDataParallel around it.
         group: the ranks that are to average.
-        besides: the function that averages in the other way: ``compress_gradients`` or ``compress_updates``.
-            ``CodedDataParallel`` is looked for in any case.
+        besides: what averages in another way: ``compress_gradients``, ``compress_updates``, ``CodedDataParallel``.
 
     Raises:
         UnsupportedError: one of them does.
@@ -74,7 +73,7 @@ def check_once(model: nn.Module, group: dist.ProcessGroup | None, *, besides: st
     others = set() if group is None else set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
     for call, ranks in handles_of(model):
         both = sorted(others & ranks)
-        if call in (besides, "CodedDataParallel") and both:
+        if call in besides and both:
             coded = call == "CodedDataParallel"
             has = "is in CodedDataParallel" if coded else f"has a handle of {call} already"
             instead = "Train the module without that wrapper" if coded else "Call remove() of that handle first"

@@ -161,7 +161,7 @@ class CodedDataParallel(nn.Module):
                     "compress_gradients was called for this model, whose gradients CodedDataParallel averages by "
                     "itself: call the handle's remove() on all ranks first, and send fewer bytes with bits=16 or bits=8"
                 )
-            check_once(module, users, besides="compress_updates")
+            check_once(module, users, "compress_updates")  # a model may be wrapped anew
             check_failures(max_failures, silence_timeout, rejoin_steps, arguments["redundancy"], transport)
             size = dist.get_world_size(users)
             chosen = Assignment(size, arguments["redundancy"], arguments["group"] or 0, arguments["shares"] or ())

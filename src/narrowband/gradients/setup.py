@@ -173,7 +173,7 @@ def _prepared(
             "handle; keep that handle, or call its remove() first"
         )
     if isinstance(model, DistributedDataParallel):
-        check_once(model, group_or(process_group, model.process_group), besides="compress_updates")
+        check_once(model, group_or(process_group, model.process_group), "compress_updates", "CodedDataParallel")
         if settings.small != "uncompressed" and model.find_unused_parameters:
             raise UnsupportedError(
                 f"small={str(settings.small)!r} does not work with find_unused_parameters=True, because a compressed "
@@ -194,7 +194,7 @@ def _prepared(
         )
     group = group_or(process_group)
     check_replica(model, group)
-    check_once(model, group, besides="compress_updates")
+    check_once(model, group, "compress_updates", "CodedDataParallel")
     if any(hasattr(p, "to_local") for p in model.parameters()):
         _check_shards(model, "as in a sharded model")
         if settings.policy is not None:

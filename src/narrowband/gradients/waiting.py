@@ -259,7 +259,7 @@ class Waiting:
     # ---- how ---------------------------------------------------------------------------------------------------------
 
     def _wait(self, besides: Collection[int] = ()) -> None:
-        """Let averages wait that have just arrived, besides those of these parameters."""
+        """Let averages wait that have just arrived, besides those of these parameters. All others count as used."""
         for key, p in self._present():
             if key in besides or (self._searched and key not in self._owned):
                 continue
@@ -267,6 +267,9 @@ class Waiting:
                 self._waiting.add(key)
                 self._before.discard(key)
                 self._thrown.discard(key)
+        handle = self._handle()
+        if handle is not None:
+            handle.layers.unused.forget(name for key, name in self._names.items() if key not in self._waiting)
         if self.keeps and not self._hooks:
             self._hook()
 

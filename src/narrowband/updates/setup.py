@@ -168,7 +168,7 @@ def compress_updates(
                 raise ValueError("peers=... and process_group=... cannot be combined: leave one of the two out")
             return net, optimizers, settings, rounds
         check_replica(model, group_or(process_group))
-        check_once(net, group_or(process_group), besides="compress_gradients")
+        check_once(net, group_or(process_group), "compress_gradients", "CodedDataParallel")
         if settings.policy is not None:
             check_parts(net, "a policy chooses specs", min_numel=settings.min_numel)
         if rounds.outer == "auto":
