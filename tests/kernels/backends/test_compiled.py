@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,13 +22,13 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 
 #: The most instructions for each element or, where a loop comes back, in all; by loops' and launches' names. Of what a
-#: GPU is held up by, this is the part that can be counted without one.
+#: GPU is held up by, this is the part that can be counted without one. Triton 3.6 and 3.9 keep within these limits.
 FEW = {
     ("uniform-4bit-stochastic-encode", "_quantize_whole"): 26, ("sign-encode", "_quantize_whole"): 11,
     ("uniform-2bit-stochastic-encode", "_quantize_whole"): 26, ("ef-minmax-4bit-several", "_quantize_segments"): 36,
     ("saved-mlp-bf16-8-dequantize", "_dequantize"): 13, ("saved-norm-bf16-8-dequantize", "_dequantize"): 16,
-    ("saved-heads-bf16-8-quantize", "_quantize_group"): 580, ("saved-norm-bf16-8-quantize", "_quantize_group"): 640,
-    ("topk-exact-select", "_gather"): 500, ("mean-of-4-4bit-several", "_mean_segments"): 480,
+    ("saved-heads-bf16-8-quantize", "_quantize_group"): 590, ("saved-norm-bf16-8-quantize", "_quantize_group"): 640,
+    ("topk-exact-select", "_gather"): 505, ("mean-of-4-4bit-several", "_mean_segments"): 480,
     ("uniform-4bit-decode-accumulate", "_dequantize_whole"): 10, ("residual-keep-8", "_in_8"): 17,
 }  # fmt: skip
 
@@ -69,9 +68,6 @@ def test_no_function_of_tritons_returns_none():
 
 
 def test_loops_have_few_instructions(tmp_path):
-    compiler = version("triton")
-    if tuple(map(int, compiler.split(".")[:2])) < (3, 9):
-        pytest.skip(f"Triton {compiler}: the limits are what Triton 3.9 takes; older ones take more")
     record, environment = tmp_path / "record.json", {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "benchmarks.instructions", "--json", record, "--only", *{loop for loop, _ in FEW}]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

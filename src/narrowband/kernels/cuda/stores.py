@@ -37,15 +37,17 @@ def _in_16(bits, out, n, folded, WIDTH: tl.constexpr):
 
 @kernel
 def _in_8(x, codes, exponents, n, folded, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr):
-    """Elements are in two halves of groups along the first axis, so that a thread has both elements of a hash."""
+    """Elements are in two halves of groups along the first axis, so that a thread has both elements of a hash.
+
+    Memory is read and written with the groups side by side; see ``quantized._whole``.
+    """
     part = tl.program_id(0).to(tl.int64)
     left = tl.minimum(n - part * (ROWS * _GROUP), ROWS * _GROUP).to(tl.int32)
     row = tl.arange(0, ROWS)
-    place = (row * _HALF)[None, :, None] + tl.arange(0, _HALF)[None, None, :]
-    half = tl.arange(0, 2)[:, None, None]
-    element = half * _HALF + (row * _GROUP)[None, :, None] + tl.arange(0, _HALF)[None, None, :]
+    column = tl.arange(0, ROWS * _HALF)
+    element = (column // _HALF * _GROUP + column % _HALF)[None, :] + tl.arange(0, 2)[:, None] * _HALF
     x += part * (ROWS * _GROUP)
-    v = tl.load(x + element, mask=element < left, other=0.0)
+    v = tl.reshape(tl.load(x + element, mask=element < left, other=0.0), (2, ROWS, _HALF))
     top = tl.max(tl.max(v.to(tl.int32, bitcast=True) & MAGNITUDE, 0), 1)
     exponent = (top >> 23) - 126 - tl.where((top & 0x007FFFFF) <= 0x007E0000, 7, 6)
     exponent = tl.maximum(exponent, _LEAST)
@@ -55,11 +57,13 @@ def _in_8(x, codes, exponents, n, folded, STOCHASTIC: tl.constexpr, ROWS: tl.con
     whole = (tl.abs(scaled) + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
     fixed = tl.where(scaled < 0.0, -whole, whole)
     if STOCHASTIC:
+        place = (row * _HALF)[None, :, None] + tl.arange(0, _HALF)[None, None, :]
         h = mix((part * (ROWS * _HALF) + folded).to(tl.uint32) + place.to(tl.uint32))
-        fixed += tl.where(half == 0, h & 0xFFFF, h >> 16).to(tl.int32)
+        fixed += tl.where(tl.arange(0, 2)[:, None, None] == 0, h & 0xFFFF, h >> 16).to(tl.int32)
     else:
         fixed += 1 << 15
-    tl.store(codes + part * (ROWS * _GROUP) + element, (fixed >> 16).to(tl.int8), mask=element < left)
+    code = tl.reshape((fixed >> 16).to(tl.int8), (2, ROWS * _HALF))
+    tl.store(codes + part * (ROWS * _GROUP) + element, code, mask=element < left)
 
 
 @kernel
