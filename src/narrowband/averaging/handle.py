@@ -277,8 +277,8 @@ class Handle(Averaging):
             "rank": self._peers.rank,
             "world_size": self._peers.size,
             "memory formats": self.layers.memory_formats,
-            "feedback": self.layers.unused.saved(self.layers.state) if self.layers.state else {},
-            "others": {name: self.layers.unused.saved(state) for name, state in self.layers.states.items() if name},
+            "feedback": self.layers.saved(self.layers.state) if self.layers.state else {},
+            "others": {name: self.layers.saved(state) for name, state in self.layers.states.items() if name},
             "in turns": self._in_turns(),
             "controller": self._controller.state_dict(),
         }

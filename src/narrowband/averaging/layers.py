@@ -100,7 +100,7 @@ class Layers:
         #: What the vectors of small parameters have if it is not the default.
         self.small = self.all_beside([("small", small)])[0] if small not in ("uncompressed", "fused") else None
         #: What feedback held before averages that no optimizer has used yet.
-        self.unused = Unused(self._state_of_parameter)
+        self.unused = Unused()
         self._overrides: dict[str, Compression] = {}
         self._override_texts: dict[str, str] | None = None  # a cache; None after a change
         self._warned: set[str] = set()
@@ -199,7 +199,7 @@ class Layers:
             self._other_states[name] = replace(feedback)  # type: ignore[type-var]
         return self._other_states[name]
 
-    def _state_of_parameter(self, name: str) -> State | None:
+    def state_of_parameter(self, name: str) -> State | None:
         """Return the feedback that a parameter's average changes: of small parameters, only what observes all."""
         return self._state_of(self.spec_for(name)) if self.parameters.by_name[name].compressed else self.observer
 
@@ -357,6 +357,10 @@ class Layers:
     def residual_nbytes(self) -> int:
         """Bytes of memory that feedback takes on this rank."""
         return sum(state.nbytes for state in self.states.values()) + self.unused.nbytes
+
+    def saved(self, state: State) -> dict[str, Tensor]:
+        """Return what is saved of one of the feedback states: without averages that wait for an optimizer."""
+        return self.unused.saved(state, self.state_of_parameter)
 
     def merged(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
         """Merge the saved feedback of all former ranks into what each present rank starts with, by state name. Call

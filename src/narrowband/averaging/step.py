@@ -240,7 +240,7 @@ class Step:
         begin, parts = time.perf_counter(), self._parts
         if self._goes_ahead:
             self.findings = Findings(self._layers.parameters.device)  # allocated on the engine's stream
-        self._layers.unused.take_back(self._thrown)
+        self._layers.unused.take_back(self._thrown, self._layers.state_of_parameter)
         parts.loss_scale.update([*self._layers.states.values(), self._layers.unused])
         if parts.rates is not None:
             observer = self._layers.observer
@@ -280,7 +280,8 @@ class Step:
         buffer, observer = group.buffer, self._layers.observer
         if self._keeps:
             for parameter in group.parameters:
-                self._layers.unused.keep(parameter.name, empty=self._number == 0)
+                state = self._layers.state_of_parameter(parameter.name)
+                self._layers.unused.keep(parameter.name, state, empty=self._number == 0)
         if not group.parameters:  # this rank has no part of the bucket
             pass
         elif buffer.is_sparse:

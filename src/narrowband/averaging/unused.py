@@ -25,25 +25,20 @@ __all__ = ["Unused"]
 
 
 class Unused:
-    """What feedback held before averages that no optimizer has used yet, by the name of the parameter.
+    """What feedback held before averages that no optimizer has used yet, by the name of the parameter."""
 
-    Args:
-        state_of: returns the feedback that a parameter has now; None if it has none.
-    """
-
-    def __init__(self, state_of: Callable[[str], State | None]) -> None:
-        self._state_of = state_of
+    def __init__(self) -> None:
         self._former: dict[str, dict[str, Tensor]] = {}  # in the form of State.entries
 
-    def keep(self, name: str, *, empty: bool) -> None:
+    def keep(self, name: str, state: State | None, *, empty: bool) -> None:
         """Keep a copy of what feedback holds of a parameter that is about to be averaged, unless the average before
         waits still.
 
         Args:
             name: of the parameter.
+            state: the feedback that it has; None if it has none.
             empty: whether feedback holds nothing yet, or zeros.
         """
-        state = self._state_of(name)
         if state is not None and state.puts_back and name not in self._former:
             self._former[name] = {} if empty else {entry: x.clone() for entry, x in state.entries(name).items()}
 
@@ -52,10 +47,15 @@ class Unused:
         for name in names:
             self._former.pop(name, None)
 
-    def take_back(self, names: Iterable[str]) -> None:
-        """Give feedback back what it held before the averages of these parameters, as far as that was kept."""
+    def take_back(self, names: Iterable[str], state_of: Callable[[str], State | None]) -> None:
+        """Give feedback back what it held before the averages of these parameters, as far as that was kept.
+
+        Args:
+            names: of the parameters.
+            state_of: returns the feedback that a parameter has now; None if it has none.
+        """
         for name in names:
-            former, state = self._former.pop(name, None), self._state_of(name)
+            former, state = self._former.pop(name, None), state_of(name)
             if former is not None and state is not None:
                 state.put_back(name, former)
 
@@ -74,11 +74,16 @@ class Unused:
         """Bytes of memory that is taken."""
         return sum(x.nbytes for entries in self._former.values() for x in entries.values())
 
-    def saved(self, state: State) -> dict[str, Tensor]:
-        """Return a feedback's state without the averages that wait: a run that resumes has no gradients."""
+    def saved(self, state: State, state_of: Callable[[str], State | None]) -> dict[str, Tensor]:
+        """Return a feedback's state without the averages that wait: a run that resumes has no gradients.
+
+        Args:
+            state: the feedback.
+            state_of: as in :meth:`take_back`.
+        """
         found = state.state_dict()
         for name, former in self._former.items():
-            if self._state_of(name) is state:
+            if state_of(name) is state:
                 for entry in state.entries(name):
                     found.pop(entry, None)
                 found |= former
