@@ -1,8 +1,8 @@
 """Grouped quantization in Triton. A program has some whole groups, a row each.
 
-Groups whose length is a power of two are the usual case and have loops of their own. Because a program knows the length
-of its rows, it reads and writes without masks, 16 bytes at a time, reads every element once, and packs codes in
-registers. The general loops handle the rest at the end of a tensor, and groups of other lengths.
+Groups whose length is a power of two are the usual case and have loops of their own (see
+:mod:`narrowband.kernels.cuda.groups`). The general loops handle the rest at the end of a tensor, and groups of other
+lengths.
 
 A step has many small tensors, and launching a loop takes longer than running it. So there are loops for several tensors
 at once, which include what error feedback does before and after quantization, and which decode the payloads of all
@@ -17,17 +17,23 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import (
-    ALL,
-    BLOCK,
-    INFINITE,
-    LEAST,
-    MAGNITUDE,
-    TINY,
-    code_of,
-    ends,
-    fold_seed,
-    uniform,
+from narrowband.kernels.cuda.common import BLOCK, fold_seed
+from narrowband.kernels.cuda.groups import (
+    MINMAX,
+    PER_WARP,
+    PIECES,
+    SCALES,
+    extremes,
+    header,
+    load_whole,
+    not_finite,
+    read_codes,
+    read_whole_codes,
+    rows_of_program,
+    store_whole,
+    value_of,
+    write_codes,
+    write_whole_codes,
 )
 from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.findings import holds, open_place
@@ -46,128 +52,15 @@ __all__ = ["dequantize_groups", "dequantize_means", "group_minmax", "quantize_al
 #: Longer groups do not fit into a program's registers; planes of shorter groups do not fill a word.
 _LONGEST, _SHORTEST = 8192, 32
 
-#: Pieces of a row in loops of whole groups: as many as the narrowest plane has parts. With so many elements per warp, a
-#: thread has all pieces of the same columns.
-_PIECES, _PER_WARP = tl.constexpr(8), 1024
-
-_MINMAX, _ABSMAX, _L2, _MEAN = (tl.constexpr(at) for at in range(4))
-_SCALES = {"minmax": 0, "absmax": 1, "l2": 2, "mean": 3}
-
-
-@kernel
-def _rows(n, group, ROWS: tl.constexpr):
-    """Return the numbers of this program's groups, where they begin, and how many elements each has."""
-    g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    begin = g * group
-    return g, begin, tl.minimum(n - begin, group)
-
-
-@kernel
-def _least(x):
-    """Return the smallest number of each row; rows of three-dimensional tensors are in pieces, along the first axis."""
-    if len(x.shape) == 3:
-        x = tl.min(x, 0)
-    return tl.min(x, 1)
-
-
-@kernel
-def _most(x):
-    """Return the largest number of each row; see :func:`_least`."""
-    if len(x.shape) == 3:
-        x = tl.max(x, 0)
-    return tl.max(x, 1)
-
-
-@kernel
-def _total(x):
-    """Return the sum of each row; see :func:`_least`."""
-    if len(x.shape) == 3:
-        x = tl.sum(x, 0)
-    return tl.sum(x, 1)
-
-
-@kernel
-def _extremes(v, inside):
-    """Return the smallest and largest value of each row; NaN if the row is not finite."""
-    bits = v.to(tl.int32, bitcast=True)
-    raised = bits.to(tl.uint32, bitcast=True)
-    low, high, finite = ends(
-        _most(tl.where(inside, bits, LEAST)), _least(tl.where(inside, raised, ALL)), _most(tl.where(inside, raised, 0))
-    )
-    low = tl.where(finite, low.to(tl.float32, bitcast=True), float("nan"))
-    high = tl.where(finite, high.to(tl.float32, bitcast=True), float("nan"))
-    return low, high
-
 
 @kernel
 def _minmax(x, lows, highs, n, groups, group, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    g, begin, m = _rows(n, group, ROWS)
+    g, begin, m = rows_of_program(n, group, ROWS)
     j = tl.arange(0, WIDTH)
     inside = j[None, :] < m[:, None]
-    low, high = _extremes(tl.load(x + begin[:, None] + j[None, :], mask=inside, other=0.0), inside)
+    low, high = extremes(tl.load(x + begin[:, None] + j[None, :], mask=inside, other=0.0), inside)
     tl.store(lows + g, low, mask=g < groups)
     tl.store(highs + g, high, mask=g < groups)
-
-
-@kernel
-def _header(v, inside, m, levels, SCALE: tl.constexpr):
-    """Return the smallest level of each row, and the step."""
-    low = tl.zeros_like(m).to(tl.float32)
-    if SCALE == _MINMAX:
-        low, high = _extremes(v, inside)
-        step = tl.div_rn(high - low, tl.zeros_like(low) + levels)
-        step = tl.where(step == step, step, float("nan"))  # noqa: PLR0124 - a GPU's NaN has bits of its own
-    else:
-        magnitude = tl.where(inside, v.to(tl.int32, bitcast=True) & MAGNITUDE, 0)
-        top = _most(magnitude)
-        if SCALE == _ABSMAX:
-            step = tl.div_rn(top.to(tl.float32, bitcast=True), tl.zeros_like(low) + levels)
-        else:
-            wide = tl.where(inside, tl.abs(v), 0.0).to(tl.float64)
-            if SCALE == _L2:
-                step = (tl.sqrt(_total(wide * wide)) / levels).to(tl.float32)
-            else:
-                step = (2.0 * _total(wide) / m.to(tl.float64)).to(tl.float32)
-        step = tl.where(top < INFINITE, step, float("nan"))
-    return low, step
-
-
-@kernel
-def _shift(i, shift, BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Return what is added to elements, in steps, before rounding down; ``i`` is as in :func:`uniform`."""
-    if STOCHASTIC and SCALE == _MINMAX:
-        return uniform(i, 24)
-    elif STOCHASTIC:
-        return uniform(i, 25 - BITS) + shift
-    else:
-        return shift
-
-
-@kernel
-def _write_plane(
-    x, codes, at, begin, m, low, inverse, finite, shift, top, folded,
-    BITS: tl.constexpr, PLANE: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Write the bytes of a plane of this width; return how many each row has."""
-    down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)  # wider planes hold lower bits
-    t = tl.arange(0, WIDTH * PLANE // 8)
-    stride = (m * PLANE + 7) >> 3
-    there = t[None, :] < stride[:, None]
-    byte = tl.zeros((ROWS, WIDTH * PLANE // 8), tl.int32)
-    for part in tl.static_range(8 // PLANE):
-        index = part * stride[:, None] + t[None, :]
-        ok = there & (index < m[:, None])
-        element = begin[:, None] + index
-        v = tl.load(x + element, mask=ok, other=0.0)
-        if SCALE == _MEAN:
-            code = ((v >= 0.0) & finite[:, None]).to(tl.int32)
-        else:
-            own = _shift(element + folded, shift, BITS, SCALE, STOCHASTIC)
-            code = code_of(v, low[:, None], inverse[:, None], own, top)
-        byte |= tl.where(ok, ((code >> down) & ((1 << PLANE) - 1)) << (part * PLANE), 0)
-    tl.store(codes + at[:, None] + t[None, :], byte.to(tl.uint8), mask=there)
-    return stride
 
 
 @kernel
@@ -175,129 +68,16 @@ def _quantize(
     x, lows, steps, codes, n, groups, group, group_bytes, levels, shift, top, folded,
     BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    g, begin, m = _rows(n, group, ROWS)
+    g, begin, m = rows_of_program(n, group, ROWS)
     j = tl.arange(0, WIDTH)
     inside = j[None, :] < m[:, None]
-    low, step = _header(tl.load(x + begin[:, None] + j[None, :], mask=inside, other=0.0), inside, m, levels, SCALE)
-    if SCALE == _MINMAX:
+    low, step = header(tl.load(x + begin[:, None] + j[None, :], mask=inside, other=0.0), inside, m, levels, SCALE)
+    if SCALE == MINMAX:
         tl.store(lows + g, low, mask=g < groups)
     tl.store(steps + g, step, mask=g < groups)
-    inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
-    finite = step == step  # noqa: PLR0124 - not NaN
-    at = g * group_bytes
-    for plane in tl.static_range(4):
-        if BITS & (8 >> plane):
-            at += _write_plane(
-                x, codes, at, begin, m, low, inverse, finite, shift, top, folded,
-                BITS, 8 >> plane, SCALE, STOCHASTIC, ROWS, WIDTH,
-            )  # fmt: skip
-
-
-@kernel
-def _whole(first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Number the elements of whole rows in pieces, from ``first`` on. Shape: (_PIECES, ROWS * (WIDTH // _PIECES)).
-
-    With rows in pieces, a thread has elements of few rows, and of these all that it packs into a word. So threads need
-    not exchange codes, and each computes few scales.
-
-    Memory is read and written in this shape, with the pieces of all rows side by side, because then one axis alone has
-    adjacent elements: threads share that one. Of three axes, Triton 3.6 shares the first and 3.9 the second.
-    """
-    piece: tl.constexpr = WIDTH // _PIECES
-    column = tl.arange(0, ROWS * piece)
-    return (first + (column // piece * WIDTH + column % piece))[None, :] + tl.arange(0, _PIECES)[:, None] * piece
-
-
-@kernel
-def _in_rows(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Tell rows apart in a tensor of the shape of :func:`_whole`. Shape: (_PIECES, ROWS, WIDTH // _PIECES)."""
-    return tl.reshape(x, (_PIECES, ROWS, WIDTH // _PIECES))
-
-
-@kernel
-def _load_whole(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Read whole rows in pieces. Shape: (_PIECES, ROWS, WIDTH // _PIECES)."""
-    return _in_rows(tl.load(x + _whole(0, ROWS, WIDTH)), ROWS, WIDTH)
-
-
-@kernel
-def _store_whole(x, v, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Write whole rows in pieces."""
-    tl.store(x + _whole(0, ROWS, WIDTH), tl.reshape(v, (_PIECES, ROWS * (WIDTH // _PIECES))))
-
-
-@kernel
-def _write_whole_plane(
-    codes, out, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Write the bytes of a plane of whole rows, four to a word; ``out`` has the addresses where the words of rows
-    begin.
-    """
-    down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)  # wider planes hold lower bits, and come first
-    parts: tl.constexpr = 8 // PLANE
-    each: tl.constexpr = _PIECES // parts  # pieces of a part
-    quarter: tl.constexpr = WIDTH // _PIECES // 4
-    byte = codes >> down
-    if down + PLANE < BITS:
-        byte = byte & ((1 << PLANE) - 1)
-    shift = tl.arange(0, parts)[:, None, None, None, None] * PLANE + tl.arange(0, 4)[None, None, None, None, :] * 8
-    word = tl.sum(tl.sum(tl.reshape(byte, (parts, each, ROWS, quarter, 4)) << shift, 4), 0)
-    place = tl.arange(0, each)[:, None, None] * quarter + tl.arange(0, quarter)[None, None, :]
-    tl.store(out[None, :, None] + WIDTH * down // 32 + place, word)
-
-
-@kernel
-def _read_whole_plane(words, BITS: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the bits of codes that a plane of whole rows holds, shifted into their place; rows are in pieces."""
-    down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
-    parts: tl.constexpr = 8 // PLANE
-    each: tl.constexpr = _PIECES // parts  # pieces of a part
-    quarter: tl.constexpr = WIDTH // _PIECES // 4
-    place = tl.arange(0, each)[:, None, None] * quarter + tl.arange(0, quarter)[None, None, :]
-    word = tl.load(words[None, :, None] + WIDTH * down // 32 + place)
-    shift = tl.arange(0, parts)[:, None, None, None, None] * PLANE + tl.arange(0, 4)[None, None, None, None, :] * 8
-    code = (word[None, :, :, :, None] >> shift) & ((1 << PLANE) - 1)
-    return tl.reshape(code, (_PIECES, ROWS, WIDTH // _PIECES)) << down
-
-
-@kernel
-def _read_codes(words, BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the codes of whole rows in pieces; ``words`` has the addresses where the words of rows begin."""
-    code = tl.zeros((_PIECES, ROWS, WIDTH // _PIECES), tl.int32)
-    for plane in tl.static_range(4):
-        if BITS & (8 >> plane):
-            code |= _read_whole_plane(words, BITS, 8 >> plane, ROWS, WIDTH)
-    return code
-
-
-@kernel
-def _decoded(code, step, low, offset, HAS_LOW: tl.constexpr):
-    """Return what codes stand for. Scales with a smallest level have no ``offset``."""
-    value = code.to(tl.float32)
-    if not HAS_LOW:
-        value = value - offset
-    return value * step + low
-
-
-@kernel
-def _write_codes(
-    v, low, step, words, part, shift, top, folded,
-    BITS: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Write and return the codes of whole rows in pieces."""
-    if SCALE == _MEAN:
-        finite = step == step  # noqa: PLR0124 - not NaN
-        code = ((v >= 0.0) & finite[None, :, None]).to(tl.int32)
-    else:
-        inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
-        i = _in_rows(_whole((part * (ROWS * WIDTH) + folded).to(tl.int32), ROWS, WIDTH), ROWS, WIDTH)
-        own = _shift(i, shift, BITS, SCALE, STOCHASTIC)
-        code = code_of(v, low[None, :, None], inverse[None, :, None], own, top)
-    out = words + part * (ROWS * WIDTH * BITS // 32) + tl.arange(0, ROWS) * (WIDTH * BITS // 32)
-    for plane in tl.static_range(4):
-        if BITS & (8 >> plane):
-            _write_whole_plane(code, out, BITS, 8 >> plane, ROWS, WIDTH)
-    return code
+    write_codes(
+        x, codes, g * group_bytes, begin, m, low, step, shift, top, folded, BITS, SCALE, STOCHASTIC, ROWS, WIDTH
+    )  # fmt: skip
 
 
 @kernel
@@ -307,12 +87,12 @@ def _quantize_whole(
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
-    v = _load_whole(x + part * (ROWS * WIDTH), ROWS, WIDTH)
-    low, step = _header(v, tl.full(v.shape, True, tl.int1), row * 0 + WIDTH, levels, SCALE)
-    if SCALE == _MINMAX:
+    v = load_whole(x + part * (ROWS * WIDTH), ROWS, WIDTH)
+    low, step = header(v, tl.full(v.shape, True, tl.int1), row * 0 + WIDTH, levels, SCALE)
+    if SCALE == MINMAX:
         tl.store(lows + part * ROWS + row, low)
     tl.store(steps + part * ROWS + row, step)
-    _write_codes(
+    write_whole_codes(
         v, low, step, words, part, shift, top, folded, BITS, SCALE, STOCHASTIC, ROWS, WIDTH
     )  # fmt: skip
 
@@ -329,12 +109,12 @@ def _dequantize_whole(
     if HAS_LOW:
         low = tl.load(lows + part * ROWS + row)
     source = words + part * (ROWS * WIDTH * BITS // 32) + row * (WIDTH * BITS // 32)
-    code = _read_codes(source, BITS, ROWS, WIDTH)
-    value = _decoded(code, step[None, :, None], low[None, :, None], offset, HAS_LOW) * weight
+    code = read_whole_codes(source, BITS, ROWS, WIDTH)
+    value = value_of(code, step[None, :, None], low[None, :, None], offset, HAS_LOW) * weight
     out += part * (ROWS * WIDTH)
     if ACCUMULATE:
-        value = _load_whole(out, ROWS, WIDTH) + value
-    _store_whole(out, value, ROWS, WIDTH)
+        value = load_whole(out, ROWS, WIDTH) + value
+    store_whole(out, value, ROWS, WIDTH)
 
 
 @kernel
@@ -359,26 +139,26 @@ def _quantize_segments(
     if ALIGNED:
         x = tl.multiple_of(x, 16)
         residual = tl.multiple_of(residual, 16)
-    v = _load_whole(x, ROWS, WIDTH)
+    v = load_whole(x, ROWS, WIDTH)
     old = v
     if FEEDBACK:
-        old = _load_whole(residual, ROWS, WIDTH)
+        old = load_whole(residual, ROWS, WIDTH)
         v = old * decay + v
-    low, step = _header(v, tl.full(v.shape, True, tl.int1), row * 0 + WIDTH, levels, SCALE)
-    if SCALE == _MINMAX:
+    low, step = header(v, tl.full(v.shape, True, tl.int1), row * 0 + WIDTH, levels, SCALE)
+    if SCALE == MINMAX:
         tl.store(lows + part * ROWS + row, low)
     tl.store(steps + part * ROWS + row, step)
     if NOTES:
-        bad = _bad(low, step, levels, SCALE, FEEDBACK)
+        bad = not_finite(low, step, levels, SCALE, FEEDBACK)
         tl.atomic_or(place, 1, mask=tl.max(bad.to(tl.int32), 0) > 0)
-    code = _write_codes(
+    code = write_whole_codes(
         v, low, step, words, part, shift, top, folded, BITS, SCALE, STOCHASTIC, ROWS, WIDTH
     )  # fmt: skip
     if FEEDBACK:
-        decoded = _decoded(code, step[None, :, None], low[None, :, None], offset, SCALE == _MINMAX)
+        decoded = value_of(code, step[None, :, None], low[None, :, None], offset, SCALE == MINMAX)
         tl.debug_barrier()  # a thread may store what another has loaded
-        _store_whole(x, old, ROWS, WIDTH)
-        _store_whole(residual, v - decoded, ROWS, WIDTH)
+        store_whole(x, old, ROWS, WIDTH)
+        store_whole(residual, v - decoded, ROWS, WIDTH)
 
 
 @kernel
@@ -413,39 +193,23 @@ def _quantize_rests(
         tl.store(x + element, old, mask=inside)
         tl.store(residual + element, v, mask=inside)
         tl.debug_barrier()
-    low, step = _header(v, inside, m, levels, SCALE)
-    if SCALE == _MINMAX:
+    low, step = header(v, inside, m, levels, SCALE)
+    if SCALE == MINMAX:
         tl.store(lows + g, low, mask=m > 0)
     tl.store(steps + g, step, mask=m > 0)
     if NOTES:
-        tl.atomic_or(place, 1, mask=tl.max((_bad(low, step, levels, SCALE, FEEDBACK) & (m > 0)).to(tl.int32), 0) > 0)
-    inverse = tl.where(step < TINY, 0.0, tl.div_rn(tl.zeros_like(step) + 1.0, step))
-    finite = step == step  # noqa: PLR0124 - not NaN
-    at = g * group_bytes
-    for plane in tl.static_range(4):
-        if BITS & (8 >> plane):
-            at += _write_plane(
-                residual, codes, at, begin, m, low, inverse, finite, shift, top, folded,
-                BITS, 8 >> plane, SCALE, STOCHASTIC, ROWS, WIDTH,
-            )  # fmt: skip
+        tl.atomic_or(
+            place, 1, mask=tl.max((not_finite(low, step, levels, SCALE, FEEDBACK) & (m > 0)).to(tl.int32), 0) > 0
+        )
+    write_codes(
+        residual, codes, g * group_bytes, begin, m, low, step, shift, top, folded, BITS, SCALE, STOCHASTIC, ROWS, WIDTH
+    )  # fmt: skip
     tl.store(codes + end + j, (j * 0).to(tl.uint8), mask=part * WIDTH + j < padding)  # by the first program
     if FEEDBACK:
         tl.debug_barrier()
-        code = _read_planes(codes, g * group_bytes, j, m, inside, BITS, ROWS, WIDTH)
-        decoded = _decoded(code, step[:, None], low[:, None], offset, SCALE == _MINMAX)
+        code = read_codes(codes, g * group_bytes, j, m, inside, BITS, ROWS, WIDTH)
+        decoded = value_of(code, step[:, None], low[:, None], offset, SCALE == MINMAX)
         tl.store(residual + element, v - decoded, mask=inside)
-
-
-@kernel
-def _bad(low, step, levels, SCALE: tl.constexpr, FEEDBACK: tl.constexpr):
-    """Return which rows are not finite; with FEEDBACK, nor any of their levels, see ``levels_are_finite``."""
-    bad = (step != step) | (low != low)  # noqa: PLR0124 - NaN
-    if FEEDBACK:
-        last = step
-        if SCALE != _MEAN:
-            last = step * levels + low
-        bad = bad | (last != last) | (tl.abs(last) == float("inf"))  # noqa: PLR0124 - NaN
-    return bad
 
 
 @kernel
@@ -464,7 +228,7 @@ def _mean_segments(
     if ALIGNED:
         out = tl.multiple_of(out, 16)
     nothing = -0.0  # changes no number that is added to it, not even +0
-    total = tl.full((_PIECES, ROWS, WIDTH // _PIECES), nothing, tl.float32)
+    total = tl.full((PIECES, ROWS, WIDTH // PIECES), nothing, tl.float32)
     there = part * 0
     for _rank in range(ranks):
         step = tl.load(steps + there + row)
@@ -472,33 +236,10 @@ def _mean_segments(
         if HAS_LOW:
             low = tl.load(lows + there + row)
         source = words + there + row * (WIDTH * BITS // 32)
-        code = _read_codes(source, BITS, ROWS, WIDTH)
-        total += _decoded(code, step[None, :, None], low[None, :, None], offset, HAS_LOW) * weight
+        code = read_whole_codes(source, BITS, ROWS, WIDTH)
+        total += value_of(code, step[None, :, None], low[None, :, None], offset, HAS_LOW) * weight
         there += apart
-    _store_whole(out, total, ROWS, WIDTH)
-
-
-@kernel
-def _read_plane(codes, at, j, m, inside, BITS: tl.constexpr, PLANE: tl.constexpr):
-    """Return the bits of codes that a plane of this width holds, shifted into their place, and its bytes per row."""
-    down: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
-    stride = tl.maximum((m * PLANE + 7) >> 3, 1)
-    part = j[None, :] // stride[:, None]
-    place = at[:, None] + (j[None, :] - part * stride[:, None])
-    byte = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
-    return ((byte >> (part * PLANE).to(tl.int32)) & ((1 << PLANE) - 1)) << down, stride
-
-
-@kernel
-def _read_planes(codes, at, j, m, inside, BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the codes of rows that begin at the bytes ``at``."""
-    code = tl.zeros((ROWS, WIDTH), tl.int32)
-    for plane in tl.static_range(4):
-        if BITS & (8 >> plane):
-            part, stride = _read_plane(codes, at, j, m, inside, BITS, 8 >> plane)
-            code |= part
-            at += stride
-    return code
+    store_whole(out, total, ROWS, WIDTH)
 
 
 @kernel
@@ -526,8 +267,8 @@ def _mean_rests(
         low = tl.zeros_like(step)
         if HAS_LOW:
             low = tl.load(lows + there + g, mask=m > 0, other=0.0)
-        code = _read_planes(codes + 4 * there, g * group_bytes, j, m, inside, BITS, ROWS, WIDTH)
-        total += _decoded(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
+        code = read_codes(codes + 4 * there, g * group_bytes, j, m, inside, BITS, ROWS, WIDTH)
+        total += value_of(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
         there += apart
     tl.store(out + begin[:, None] + j[None, :], total, mask=inside)
 
@@ -537,15 +278,15 @@ def _dequantize(
     lows, steps, codes, out, n, group, group_bytes, offset, weight,
     BITS: tl.constexpr, HAS_LOW: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    g, begin, m = _rows(n, group, ROWS)
+    g, begin, m = rows_of_program(n, group, ROWS)
     j = tl.arange(0, WIDTH)
     inside = j[None, :] < m[:, None]
     step = tl.load(steps + g, mask=m > 0, other=0.0)
     low = tl.zeros_like(step)
     if HAS_LOW:
         low = tl.load(lows + g, mask=m > 0, other=0.0)
-    code = _read_planes(codes, g * group_bytes, j, m, inside, BITS, ROWS, WIDTH)
-    value = _decoded(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
+    code = read_codes(codes, g * group_bytes, j, m, inside, BITS, ROWS, WIDTH)
+    value = value_of(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
     element = begin[:, None] + j[None, :]
     if ACCUMULATE:
         value = tl.load(out + element, mask=inside, other=0.0) + value
@@ -586,12 +327,12 @@ class _Form:
         self.offset = {"minmax": 0.0, "mean": 0.5}.get(scale, float(centre))
         width = max(8, int(triton.next_power_of_2(group)))
         self.tile: dict[str, int] = {"ROWS": max(1, BLOCK // width), "WIDTH": width}
-        self.warps = max(BLOCK, width) // _PER_WARP
+        self.warps = max(BLOCK, width) // PER_WARP
 
     @property
     def constants(self) -> dict[str, Any]:
         """The constants of loops that quantize."""
-        return {"BITS": self.bits, "SCALE": _SCALES[self.scale], "STOCHASTIC": self.stochastic, **self.tile}
+        return {"BITS": self.bits, "SCALE": SCALES[self.scale], "STOCHASTIC": self.stochastic, **self.tile}
 
     def parts(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (header, steps, codes) of a payload of n elements. The header is in memory aligned for floats: the
