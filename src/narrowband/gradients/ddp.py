@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -85,8 +85,9 @@ class DDPCompression(GradientCompression):
         self._hook = weakref.ref(hook)
         self._model = weakref.ref(model)
         if self.size > 1:
-            views = model.gradient_as_bucket_view and model.find_unused_parameters
-            self._steps = Steps(self, averaged_by(model), settings.grad_scaler, views=views)
+            unused: Literal["versions", "hooks"] = "hooks" if model.gradient_as_bucket_view else "versions"
+            old = "never" if self._all_used else unused
+            self._steps = Steps(self, averaged_by(model), settings.grad_scaler, old=old)
         hook.attach(self)
 
     def _delivers_all(self, *, in_backward: bool) -> bool:

@@ -86,7 +86,7 @@ class Steps:
         handle: the handle that averages. It keeps this object alive, not the other way round.
         named: name and tensor of each parameter whose gradient the handle averages, as optimizers know them.
         scaler: the gradient scaler that the handle was given.
-        views: whether gradients are views of DDP's buckets.
+        old: how old gradients are told from new ones, see :class:`Waiting`.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Steps:
         named: Iterable[tuple[str, Tensor]],
         scaler: torch.amp.GradScaler | None = None,
         *,
-        views: bool = False,
+        old: Literal["versions", "hooks", "never"] = "versions",
     ) -> None:
         self._handle = weakref.ref(handle)
         self._scaler = scaler
         #: Which averages wait for an optimizer.
-        self.waiting = Waiting(handle, list(named), views=views)
+        self.waiting = Waiting(handle, list(named), old=old)
         self._state = Turn.USED
         #: The id of the optimizer that is stepping now; None between two steps; "nobody" before the first.
         self._stepping: int | Literal["nobody"] | None = "nobody"

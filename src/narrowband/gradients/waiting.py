@@ -25,7 +25,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -75,14 +75,18 @@ class Waiting:
     Args:
         handle: the handle that averages.
         named: name and tensor of each parameter whose gradient it averages, as optimizers know them.
-        views: whether gradients are views of DDP's buckets, whose versions change whenever anything is sent.
+        old: how a gradient with which an optimizer has stepped already is told from a new one. By ``versions``, which
+            tell of every write to it; by ``hooks`` if gradients are views of DDP's buckets, whose versions change
+            whenever anything is sent; ``never`` if every pass averages all gradients anew.
     """
 
-    def __init__(self, handle: Averages, named: Iterable[tuple[str, Tensor]], *, views: bool) -> None:
+    def __init__(
+        self, handle: Averages, named: Iterable[tuple[str, Tensor]], *, old: Literal["versions", "hooks", "never"]
+    ) -> None:
         self._handle = weakref.ref(handle)
         self._names = {id(p): name for name, p in named if p.requires_grad}
         self._ours = {id(p): weakref.ref(p) for _, p in named if p.requires_grad}
-        self._views = views
+        self._old = old
         #: Whether a step without a residual cannot go wrong: nothing is followed.
         self._off = not handle.layers.stateful
         self._beginning = not self._off
@@ -103,7 +107,7 @@ class Waiting:
         self._reached: set[int] = set()  # parameters that a backward pass has reached since; if there are hooks
         self._hooks: list[RemovableHandle] = []
         self._looked: int | None = None  # the last backward pass that has begun
-        if views and not self._off:
+        if old == "hooks" and not self._off:
             self._hook()
 
     @property
@@ -145,7 +149,7 @@ class Waiting:
         gradient, found = p.grad, self._used_up.get(id(p))
         if found is None or gradient is None or found[0]() is not gradient:
             return False
-        return id(p) not in self._reached if self._views else found[1] == _version(gradient)
+        return id(p) not in self._reached if self._old == "hooks" else found[1] == _version(gradient)
 
     @property
     def spoilt(self) -> bool:
@@ -168,7 +172,7 @@ class Waiting:
             self._wait()
         if self._waiting and not self._hooks:
             self._hook()
-        elif self._hooks and not (self._waiting or self.keeps or self._views):
+        elif self._hooks and not (self._waiting or self.keeps or self._old == "hooks"):
             self._unhook()
 
     def averaged(self) -> None:
@@ -194,10 +198,8 @@ class Waiting:
         """
         if parameters:
             self._steps_now = None
-        for p in parameters:
-            if p.grad is not None:
-                self._used_up[id(p)] = (weakref.ref(p.grad), _version(p.grad))
-                self._reached.discard(id(p))
+        if self._old != "never":
+            self._use_up(parameters)
         fresh, self._fresh = self._fresh, False
         if self._off or not (self.keeps or self._waiting or (fresh and len(parameters) < len(self._ours))):
             if self._searched:  # a new optimizer, which the search did not find
@@ -287,6 +289,17 @@ class Waiting:
             handle.layers.unused.forget(self._names[key] for key in keys & self._waiting)
         self._waiting -= keys
 
+    def _use_up(self, parameters: Sequence[Tensor]) -> None:
+        """Note the gradients with which an optimizer has stepped. :func:`_version` is written out here, because this
+        runs in every step.
+        """
+        for p in parameters:
+            if (gradient := p.grad) is not None:
+                shard: Tensor = getattr(gradient, "_local_tensor", gradient)
+                self._used_up[id(p)] = weakref.ref(gradient), shard._version
+        if self._reached:
+            self._reached.difference_update(map(id, parameters))
+
     def _cleared(self) -> set[int]:
         """Return which of the waiting averages are gone, and note which are not finite. Waits for the parameters'
         device, unless all are gone.
@@ -318,7 +331,7 @@ class Waiting:
         handle = self._handle()
         if handle is not None and not self._in_turns:
             handle.layers.unused.clear()
-        if not self.keeps and not self._views:
+        if not self.keeps and self._old != "hooks":
             self._unhook()
 
     def _begin_turns(self, thrown: set[int]) -> None:
