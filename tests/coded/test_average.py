@@ -175,6 +175,23 @@ def test_a_span_that_is_wider_than_stated_stays_so_as_long_as_gradients_need_it(
         assert averages[0].last.exchanges == (2 if step == 0 else 1)
 
 
+@pytest.mark.parametrize("numbers", [numbers for numbers in SOME if numbers[1] > 1])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_block_that_is_not_finite_on_one_of_its_nodes_is_said_to_be_that_on_all(numbers, bad):
+    a = Assignment(*numbers)
+    _, averages = averages_of(a, [40])
+    put(averages, gradients_of(a, [40]))
+    block = a.blocks - 1
+    last = averages[a.holders[block][-1]]
+    last._exchange._contributions[a.held(last.rank).index(block), 5] = bad
+    for error in on_all(a.nodes, lambda rank: averages[rank].average(48)):
+        assert isinstance(error, RuntimeError)
+        assert f"the gradients of block {block} of the mini-batch hold inf or NaN on" in str(error)
+        assert str(a.holders[block]) in str(error)
+        if a.group == a.nodes:  # otherwise those of other groups are told the block only
+            assert f"on rank(s) {last.rank} of the ranks" in str(error)
+
+
 @some
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_nan_on_all_nodes_in_that_step_and_forgotten_in_the_next(numbers, bad):

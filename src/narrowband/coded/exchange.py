@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 
 from narrowband import kernels
 from narrowband.coded.coding import Across, Around, Inside, cut, cut_whole
-from narrowband.coded.header import NONE, Header, conclusion, header_nbytes, largest_of, what_differs
+from narrowband.coded.header import NONE, NOT_FINITE, Header, conclusion, header_nbytes, largest_of, what_differs
 from narrowband.coded.stats import CodedStepStats
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ class BlockExchange:
             for contribution, codes in zip(self._contributions, self._codes.view(-1, stride), strict=True)
         ]
         largest = largest_of(magnitude for magnitude, _ in found)
-        return Header(step, samples, self._unit.exponent, NONE, largest, tuple(checksum for _, checksum in found))
+        checksums = tuple(checksum if math.isfinite(magnitude) else NOT_FINITE for magnitude, checksum in found)
+        return Header(step, samples, self._unit.exponent, NONE, largest, checksums)
 
     def _pass(self, this: Round, segment: Segment, header: Header | None) -> dict[int, Header]:
         """Run one round of a segment. Return the headers of the nodes that this one hears, itself included; none if

@@ -6,9 +6,10 @@ packets inside groups, the sums have a second header, without checksums, with th
     int32    step                 number of steps that this node has averaged
     int32    samples              samples of the mini-batch
     int32    exponent             the unit is 2**exponent
-    int32    trouble              0: none; −1: steps, samples or units differ; block + 1: bits of this block differ
+    int32    trouble              0: none; −1: steps, samples or units differ; block + 1: bits of this block differ;
+                                  −2 − block: it is finite on some nodes only
     float32  magnitude            the largest contribution
-    uint32   checksum, k times    of the codes of the sender's blocks, ascending
+    uint32   checksum, k times    of the codes of the sender's blocks, ascending; 2**32 − 1 if a block is not finite
 
 So all nodes know the same in the same step, and decide alike:
 
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
 
     from narrowband.coded.assignment import Assignment
 
-__all__ = ["NONE", "Header", "conclusion", "header_nbytes", "largest_of", "what_differs"]
+__all__ = ["NONE", "NOT_FINITE", "Header", "conclusion", "header_nbytes", "largest_of", "what_differs"]
 
-#: Values of a header's ``trouble``, beside block + 1.
+#: Values of a header's ``trouble``, beside block + 1 and −2 − block.
 NONE, OUT_OF_STEP = 0, -1
+
+#: What stands for the checksum of a block that is not finite.
+NOT_FINITE = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,9 @@ def conclusion(headers: Mapping[int, Header], rank: int, assignment: Assignment)
         of_block: dict[int, int] = {}
         for node, header in headers.items():
             for block, checksum in zip(assignment.held(node), header.checksums, strict=False):
-                if of_block.setdefault(block, checksum) != checksum:
-                    trouble = trouble or block + 1
+                other = of_block.setdefault(block, checksum)
+                if other != checksum:
+                    trouble = trouble or (-2 - block if NOT_FINITE in (checksum, other) else block + 1)
     largest = largest_of(header.magnitude for header in headers.values())
     return replace(headers[rank], trouble=trouble, magnitude=largest, checksums=())
 
@@ -98,6 +103,17 @@ def what_differs(trouble: int, headers: Mapping[int, Header], assignment: Assign
         return (
             "ranks are not in the same step. Each rank's step, samples of the mini-batch and exponent of the unit: "
             f"{'; '.join(places)}. Call backward equally often on all ranks, with the same mini-batches"
+        )
+    if trouble < OUT_OF_STEP:
+        block = -2 - trouble
+        sums = {node: dict(zip(assignment.held(node), x.checksums, strict=False)) for node, x in headers.items()}
+        bad = [node for node in assignment.holders[block] if sums.get(node, {}).get(block) == NOT_FINITE]
+        where = f"rank(s) {', '.join(map(str, bad))}" if bad else "some"
+        return (
+            f"the gradients of block {block} of the mini-batch hold inf or NaN on {where} of the ranks that computed "
+            f"it, {assignment.holders[block]}, but not on all. (Where all have inf or NaN, the average is NaN, and a "
+            "GradScaler skips the step.) So something on one of these ranks alone is wrong, such as its memory, or its "
+            "samples, parameters, kind of processor or versions differ from those of the others"
         )
     return (
         f"the gradients of block {trouble - 1} of the mini-batch differ between the ranks that computed it, "
