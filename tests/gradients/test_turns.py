@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import narrowband as nb
+from narrowband.gradients import waiting
 from tests.gradients.shards import mesh_of, whole
 from tests.gradients.training import compress, flat, heard, loss_of, mlp, residuals, same, sgd, wrap
 from tests.ranks import run_ranks
@@ -533,6 +534,59 @@ def test_optimizers_that_begin_to_take_turns_later_lose_one_average_at_most(kind
         for name in PLAYERS:
             assert float((first[name][0] - last[name][0]).norm()) < 1e-5, name
         assert len(said) == (rank == 0)
+
+
+def turns_that_end(rank, world_size, kind):
+    """Turns; then four steps with everything, and one more; then turns, and six steps with everything."""
+    game = Game(Loop(kind))
+    both = torch.optim.SGD(game.model.parameters(), lr=1.0)
+    generator = torch.Generator().manual_seed(rank)
+
+    def steps_with_both(count):
+        for _ in range(count):
+            both.zero_grad()
+            given = {name: torch.randn(24, 24, generator=generator) for name in PLAYERS}
+            game.trained(given).backward()
+            both.step()
+            for name in PLAYERS:
+                game.sums[name] += given[name]
+
+    def keeps():
+        hooks = sum(len(getattr(game.model, name)._backward_hooks or ()) for name in PLAYERS)
+        return game.handle.state_dict()["in turns"], hooks > 0
+
+    game.play(range(2), rank)
+    found = [keeps()]
+    for count in (4, 1):
+        steps_with_both(count)
+        found.append(keeps())
+    found.append(max(game.off().values()) < 1e-6)
+    game.play(range(2, 3), rank)
+    first = game.missing()
+    again = Game(game.loop)
+    again.handle.load_state_dict(copy.deepcopy(game.handle.state_dict()))
+    found.append(again.handle.state_dict()["since thrown"] == game.handle.state_dict()["since thrown"] == (1, 6))
+    steps_with_both(6)
+    game.play(range(3, 5), rank)
+    last = game.missing()
+    found.append(max(float((first[name][0] - last[name][0]).norm()) for name in PLAYERS) < 1e-5)
+    return [*found, keeps()]
+
+
+def with_fewer(rank, world_size, kind):
+    """The same where four averages in a row are enough."""
+    before, waiting._FEWEST = waiting._FEWEST, 4
+    try:
+        return turns_that_end(rank, world_size, kind)
+    finally:
+        waiting._FEWEST = before
+
+
+@pytest.mark.parametrize("kind", ["ddp", *thorough("module")])
+def test_nothing_is_kept_any_more_after_many_averages_that_were_all_used(kind):
+    """Those that are thrown away later cost one average; then twice as many have to be used before the next is lost."""
+    for found in run_ranks(with_fewer, 2, kind):
+        assert found == [(True, True), (True, True), (False, False), True, True, True, (True, True)]
 
 
 def searches(rank, world_size, freezes):

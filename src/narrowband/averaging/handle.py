@@ -280,6 +280,7 @@ class Handle(Averaging):
             "feedback": self.layers.saved(self.layers.state) if self.layers.state else {},
             "others": {name: self.layers.saved(state) for name, state in self.layers.states.items() if name},
             "in turns": self._in_turns(),
+            "since thrown": self._since_thrown(),
             "controller": self._controller.state_dict(),
         }
 
@@ -358,7 +359,7 @@ class Handle(Averaging):
         self._open_pairs()
         self._step, self._epoch = mine["step"], mine["epoch"]
         self._paused = mine["paused"]
-        self._go_on(in_turns=mine.get("in turns"))
+        self._go_on(in_turns=mine.get("in turns"), since=mine.get("since thrown", (0, 0)))
         self._seed = mine["seed"]
         self._loss_scale.value = mine["loss_scale"] or 1.0  # None in older states: gradients were not scaled
         self._total, self._last, self._sent, self._errors, self._unread = StepStats(), StepStats(), {}, {}, []
@@ -370,11 +371,16 @@ class Handle(Averaging):
         """Whether averages are thrown away, because optimizers take turns; None if that is not known."""
         return None
 
-    def _go_on(self, *, in_turns: bool | None) -> None:
+    def _since_thrown(self) -> tuple[int, int]:
+        """How many averages there were since one was thrown away; and how many at the most before one was."""
+        return 0, 0
+
+    def _go_on(self, *, in_turns: bool | None, since: tuple[int, int]) -> None:
         """Forget who has used which averages: a state was loaded, and no average waits.
 
         Args:
             in_turns: whether averages are thrown away; None if that is not known.
+            since: see :meth:`_since_thrown`.
         """
 
     def _state_facts(self, state: Mapping[str, Any]) -> Facts:

@@ -58,10 +58,14 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "controller": ("a dictionary", _is_mapping),
     "memory formats": ("a dictionary", _is_mapping),
     "in turns": ("True, False or None", lambda value: value is None or isinstance(value, bool)),
+    "since thrown": (
+        "two numbers of averages",
+        lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_count, value)),
+    ),
 }
 
 #: Keys that states of earlier releases lack.
-_ADDED = ("memory formats", "in turns")
+_ADDED = ("memory formats", "in turns", "since thrown")
 
 #: Keys whose values must be equal in the states of all ranks.
 _SHARED = ("spec", "step", "epoch", "paused", "seed", "loss_scale", "world_size")

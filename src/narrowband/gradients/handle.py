@@ -45,9 +45,12 @@ class GradientCompression(Handle, ABC):
         if self._steps is not None:
             self._steps.waiting.saves()
 
-    def _go_on(self, *, in_turns: bool | None) -> None:
+    def _since_thrown(self) -> tuple[int, int]:
+        return (0, 0) if self._steps is None else self._steps.waiting.since
+
+    def _go_on(self, *, in_turns: bool | None, since: tuple[int, int]) -> None:
         if self._steps is not None:
-            self._steps.waiting.restart(in_turns=in_turns)
+            self._steps.waiting.restart(in_turns=in_turns, since=since)
 
     def remove(self) -> None:
         super().remove()

@@ -9,9 +9,12 @@ Whether a gradient was cleared must be seen before backward adds to it. So hooks
 gradients are computed; the first of them looks at all.
 
 All this takes time and memory, so it is only done while it may be of use: in the first steps, until every parameter was
-stepped with; and for good, once an average was thrown away. In between, averages wait after a step of an optimizer that
-has only a part of the parameters, or none of them, as that of a GAN's other network. Nothing is done where a single
-optimizer steps with everything.
+stepped with; and after an average was thrown away, until a hundred in a row were used, or twice as many as there were
+before any that was thrown away. If one is thrown away after that, it is lost, since nothing was kept. But then at least
+twice as many in a row have to be used, so few can be lost in this way: one each time that the number doubles.
+
+At other times averages wait after a step of an optimizer that has only a part of the parameters, or none of them, as
+that of a GAN's other network. Nothing is done where a single optimizer steps with everything.
 
 Averages of parameters that no optimizer of PyTorch's has count as used: the training loop may apply them itself.
 
@@ -44,6 +47,9 @@ if TYPE_CHECKING:
     from narrowband.stats import Stats
 
 __all__ = ["Averages", "Waiting"]
+
+#: How many averages in a row have to be used, at the least, before nothing is kept any more.
+_FEWEST = 100
 
 
 class Averages(Protocol):
@@ -91,6 +97,8 @@ class Waiting:
         self._off = not handle.layers.stateful
         self._beginning = not self._off
         self._in_turns = False
+        self._since = 0  # averages since one was thrown away last, or since the beginning
+        self._longest = 0  # the most of these before one was thrown away
         self._arrived = False  # whether averages have arrived
         self._fresh = False  # whether they have, and no optimizer has stepped since
         self._waiting: set[int] = set()
@@ -121,16 +129,25 @@ class Waiting:
         return None if self._beginning and not self._in_turns else self._in_turns
 
     @property
+    def since(self) -> tuple[int, int]:
+        """How many averages there were since one was thrown away, or since the beginning; and how many there were at
+        the most before one was.
+        """
+        return self._since, self._longest
+
+    @property
     def any(self) -> bool:
         """Whether averages wait, as far as they are followed."""
         return bool(self._waiting)
 
-    def restart(self, *, in_turns: bool | None) -> None:
+    def restart(self, *, in_turns: bool | None, since: tuple[int, int]) -> None:
         """Forget everything: a state was loaded, and no average waits.
 
         Args:
             in_turns: see :attr:`in_turns`.
+            since: see :attr:`since`.
         """
+        self._since, self._longest = since
         self._beginning = in_turns is None and not self._off
         self._in_turns = bool(in_turns) and not self._off
         self._arrived = self._fresh = self._searched = self._others_step = False
@@ -183,6 +200,9 @@ class Waiting:
                 if key in self._spoilt and p.grad is not None:
                     fill_with_nan(local(p.grad))
             self._spoilt.clear()
+        self._since += 1
+        if self.keeps and self._since > max(_FEWEST, 2 * self._longest):
+            self._keep_nothing()
         if self.keeps:
             self._wait()
 
@@ -246,8 +266,10 @@ class Waiting:
         thrown = cleared & self._waiting
         self._thrown |= thrown
         self._waiting -= thrown
-        if thrown and not self._in_turns and not skipped:
-            self._begin_turns(thrown)
+        if thrown and not skipped:
+            self._longest, self._since = max(self._longest, self._since), 0
+            if not self._in_turns:
+                self._begin_turns(thrown)
 
     def saves(self) -> None:
         """Note that a state is about to be saved, in which no average waits."""
@@ -328,10 +350,15 @@ class Waiting:
 
     def _end_beginning(self) -> None:
         self._beginning = False
+        if not self._in_turns:
+            self._keep_nothing()
+
+    def _keep_nothing(self) -> None:
+        self._beginning = self._in_turns = False
         handle = self._handle()
-        if handle is not None and not self._in_turns:
+        if handle is not None:
             handle.layers.unused.clear()
-        if not self.keeps and self._old != "hooks":
+        if not self._waiting and self._old != "hooks":
             self._unhook()
 
     def _begin_turns(self, thrown: set[int]) -> None:
