@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
+from narrowband.averaging import warmup
 from narrowband.averaging.who import averaged_by
 from narrowband.gradients import node as node_module
 from narrowband.gradients.levels import shards_of
@@ -372,7 +373,15 @@ def mistaken_beside_mates(rank, world_size, sharded):
     def made(spec):
         return nb.compress_gradients(model, spec, min_numel=32, **options)
 
+    def fails(*_):
+        raise MemoryError("no room")
+
     errors = {"set-up": refusal(lambda: made("sign+ef" if one else "fp16"))}
+    former, warmup.use_all = warmup.use_all, fails if one else warmup.use_all
+    try:
+        errors["loops"] = refusal(lambda: made("sign+ef"))
+    finally:
+        warmup.use_all = former
     handle = made("sign+ef")
     errors["a name"] = refusal(lambda: handle.set_layers({"1.bias": "sign"} if one else layers))
     errors["a spec"] = refusal(lambda: handle.set_layers({"0.weight": "topk:density=0.4"} if one else layers))
@@ -389,18 +398,19 @@ def mistaken_beside_mates(rank, world_size, sharded):
 def test_a_mistake_of_one_rank_is_told_to_its_mates_too(sharded):
     words = {
         "set-up": "spec (sign+ef on rank 1; fp16 on rank 3)",
+        "loops": "no room",
         "a name": "1.bias: this handle compresses no parameters",
         "a spec": "topk:density=0.4+ef on rank 1",
         "a state": "the state lacks",
         "a folder": "nowhere",
         "a call": "on rank 1",
     }
+    of_rank_1 = dict.fromkeys(("a name", "a state"), "ValueError")
+    of_rank_1 |= {"loops": "MemoryError", "a folder": "FileNotFoundError"}
     for rank, (errors, steps) in enumerate(run_ranks(mistaken_beside_mates, 4, sharded, timeout_s=60.0)):
         assert steps == 2
         for what, (kind, text) in errors.items():
-            alone = (
-                {"a name": "ValueError", "a state": "ValueError", "a folder": "FileNotFoundError"} if rank == 1 else {}
-            )
+            alone = of_rank_1 if rank == 1 else {}
             assert kind == alone.get(what, "DisagreementError")
             assert words[what] in text, (rank, what, text)
 

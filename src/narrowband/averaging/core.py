@@ -35,7 +35,7 @@ from narrowband.averaging.loss_scale import LossScale
 from narrowband.averaging.parameters import refuse_valueless
 from narrowband.averaging.stats import StepStats
 from narrowband.averaging.step import ADVICE, MEASURE_EVERY, Group, Parts, Step, fill_with_nan
-from narrowband.averaging.warmup import warm_up
+from narrowband.averaging.warmup import FAILED, warm_up
 from narrowband.codecs import Identity
 from narrowband.collectives import Engine, Loan, Peers, borrow, can_send_from
 from narrowband.errors import DisagreementError, PayloadError, UnsupportedError
@@ -127,9 +127,8 @@ class Averaging:
         device = next((p.device for _, p in self._parameters if p.requires_grad), torch.device("cpu"))
         self._loan = borrow(group, device)
         self._peers = Peers.of(self._loan.group)
-        everyone = self._peers
         cpu = torch.device("cpu")  # if the group can send from there, comparing facts needs no GPU
-        self._agreement = Agreement(everyone, cpu if can_send_from(everyone.group, cpu) else device)
+        self._agreement = Agreement(self._peers, cpu if can_send_from(self._peers.group, cpu) else device)
         kinds, facts, failure = self._chosen_on_this_rank()
         try:
             self._compare(
@@ -138,8 +137,7 @@ class Averaging:
                 "converted to the same memory format before",
                 failure,
             )
-            self._controller.check()
-            warm_up(kinds, settings.policy, device, everyone, self._agreement, self.layers.collectives)
+            self._make_ready(kinds, device)
         except Exception as error:
             if error is failure or not isinstance(error, RuntimeError):
                 self._loan.give_back()  # no error of the network: all ranks raise, and no message is left on its way
@@ -211,6 +209,21 @@ class Averaging:
                     raise
                 failure = failure or error
             agree_in_all(map(agreement_in, self._mates), {"call": facts["call"]}, advice, failure)
+        finally:
+            del failure  # see Agreement.now
+
+    def _make_ready(self, kinds: Sequence[Compression], device: torch.device) -> None:
+        """Check the policy and compile loops; and tell the ranks that hold other parts of this replica of an error, as
+        :meth:`_compare` does.
+        """
+        failure = None
+        try:
+            self._controller.check()
+            warm_up(kinds, self._settings.policy, device, self._peers, self._agreement, self.layers.collectives)
+        except Exception as error:  # of any kind: mates wait in the comparison below
+            failure = error
+        try:
+            agree_in_all(map(agreement_in, self._mates), {"call": "warm_up"}, FAILED, failure)
         finally:
             del failure  # see Agreement.now
 
