@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
+from narrowband.updates.fragments import Fragment
 from tests.gradients.training import adamw, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
 from tests.ranks import run_ranks
 from tests.thorough import thorough
@@ -328,3 +329,33 @@ def test_a_handle_that_is_removed_says_which_steps_are_in_no_round(steps, averag
     assert second == []
     assert len(first) == (said is not None)
     assert said is None or said in first[0]
+
+
+def short_of_memory(rank, world_size, options):
+    """A step whose round finds no memory, and the next, which holds the round: steps since the last round after both,
+    and whether replicas are equal in the end.
+    """
+    model, optimizer, handle = begin("none", every=2, **options)
+    train(model, rank, range(1), optimizer)
+    former = Fragment._here
+
+    def lacks(*_):
+        raise MemoryError("no room")
+
+    Fragment._here = lacks
+    try:
+        error = refusal(lambda: train(model, rank, range(1, 2), optimizer))
+    finally:
+        Fragment._here = former
+    found = [error, handle.steps]
+    train(model, rank, range(2, 3), optimizer)
+    found.append(handle.steps)
+    handle.average()
+    return found, flat(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": 1}], ids=["waiting", "overlap"])
+def test_a_round_that_lacks_memory_is_held_after_the_next_step(options):
+    (one, first), (other, second) = run_ranks(short_of_memory, 2, options)
+    assert one == other == [("MemoryError", "no room"), 2, 0]
+    assert torch.equal(first, second)

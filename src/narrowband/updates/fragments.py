@@ -269,9 +269,10 @@ class Fragment:
             Whether the updates are finite.
         """
         finite = True
+        here = [self._here(group, tensors) for group in self.groups]  # may need memory, so before anything changes
         self.anchored = self.buffers_anchored = False  # first, since what is interrupted has swapped a part of them
-        for group in self.groups:
-            group.update = self._here(group, tensors)
+        for group, update in zip(self.groups, here, strict=True):
+            group.update = update
             for _, x, part in group.parts(group.update, tensors):
                 finite &= _take_difference(x, part)
         return finite

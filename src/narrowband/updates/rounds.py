@@ -264,8 +264,6 @@ class UpdateCompression(Handle):
             return
         self._check_between_steps("step")
         tensors = self._averaged.tensors()
-        if at == len(self._fragments) - 1:
-            self._steps = 0
         if self._rounds.overlap:
             self._depart(at, tensors)
         else:
@@ -302,12 +300,12 @@ class UpdateCompression(Handle):
         if self._under_way is not None:
             self._land()
         self._before_step(stepping=False)
-        self._steps = 0
         self._hold_round(self._fragments, tensors)
 
     @torch.no_grad()
     def _hold_round(self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) -> None:
         brings = self._take_updates(fragments, tensors)
+        self._count_anew(fragments[-1])
         try:
             self._exchange(fragments, share=float(brings))
             self._apply(fragments, tensors)
@@ -315,6 +313,13 @@ class UpdateCompression(Handle):
             for fragment in fragments:
                 fragment.end()
                 fragment.keep(tensors, parameters=False)
+
+    def _count_anew(self, fragment: Fragment) -> None:
+        """Count steps from 0 if this is the last fragment, whose update was taken. Not before: if memory is short, the
+        round is due again after the next step.
+        """
+        if fragment is self._fragments[-1]:
+            self._steps = 0
 
     def _take_updates(self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) -> bool:
         """Compute the fragments' updates, and reset the tensors to their values after the last round.
@@ -433,6 +438,7 @@ class UpdateCompression(Handle):
         """Start the exchange of a fragment's updates."""
         fragment = self._fragments[at]
         brings = self._are_brought([fragment], tensors, finite=[fragment.take_a_copy(tensors)])
+        self._count_anew(fragment)
         sample = self._sample(fragment, float(brings))
         self._note_updates([fragment])
         self._under_way = UnderWay(at, self._send([fragment], waiting=False), sample)
