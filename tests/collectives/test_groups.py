@@ -6,6 +6,7 @@ import gc
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -72,3 +73,30 @@ def again_and_again(rank, world_size, folder):
 def test_nothing_is_left_of_groups_that_have_ended(tmp_path):
     for left in run_ranks(again_and_again, 4, str(tmp_path), group=False, fresh=True):
         assert len(set(left)) == 1, left
+
+
+def other_time_outs(rank, world_size, options):
+    """Whether a handle's time-out is that of all ranks at set-up, after that was changed, and where it is set up again
+    with the first one.
+    """
+    world, found = dist.group.WORLD, []
+    before = timeout_of(world)
+    model = wrap(mlp())
+    for later in (timedelta(seconds=77), before):
+        handle = compress(model, "none", min_numel=32, **options)
+        found.append(timeout_of(handle.process_group) == before)
+        world.set_timeout(later)
+        train(model, rank, range(1))
+        found.append(timeout_of(handle.process_group) == later)
+        world.set_timeout(before)
+        handle.remove()
+    return found
+
+
+def timeout_of(group):
+    return group._get_backend(CPU).options._timeout
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, {"nodes": 2})])
+def test_a_time_out_that_is_changed_later_holds_for_groups_of_the_library_too(ranks, options):
+    assert run_ranks(other_time_outs, ranks, options) == [[True] * 4] * ranks

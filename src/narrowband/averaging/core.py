@@ -348,6 +348,7 @@ class Averaging:
 
     def _new_step(self) -> Step:
         self._settle()
+        self._loan.follow()
         total, number, start = self._total, self._step, self._settings.warmup_steps
         compressing = not self._paused and number >= start
         codec = self.compression.codec_at(max(0, number - start), self._epoch) if compressing else Identity()

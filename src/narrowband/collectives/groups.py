@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -35,9 +35,18 @@ class Loan:
     group: dist.ProcessGroup
     number: int
     _shelf: _Shelf
+    _timeout_of_like: Callable[[], timedelta | None]
+    _timeout: timedelta | None
     #: Whether a collective failed in the group, which then cannot be lent again.
     broken: bool = False
     _handed_over: weakref.ref[dist.ProcessGroup] | None = None
+
+    def follow(self) -> None:
+        """Take over the time-out of the group that this one was borrowed like, if it was changed since then."""
+        timeout = self._timeout_of_like()
+        if timeout is not None and timeout != self._timeout:
+            self._timeout = timeout
+            self.group.set_timeout(timeout)
 
     def hand_over(self) -> dist.ProcessGroup:
         """Return the group, and refer to it only weakly from now on.
@@ -61,7 +70,7 @@ class Loan:
 
 
 class _Shelf:
-    """The groups created for one set of ranks, one backend and one time-out."""
+    """The groups created for one set of ranks and one backend."""
 
     def __init__(self) -> None:
         #: Number → group. Weak references: PyTorch holds groups until they are destroyed.
@@ -118,7 +127,7 @@ def borrow(like: dist.ProcessGroup, device: torch.device) -> Loan:
     """Borrow a group with the ranks, backend and time-out of ``like``, for this borrower alone. All ranks must call."""
     ranks = dist.get_process_group_ranks(like)
     backend, timeout = dist.get_backend(like), _timeout_of(like, device)
-    shelf = _shelves.setdefault((tuple(ranks), backend, timeout), _Shelf())
+    shelf = _shelves.setdefault((tuple(ranks), backend), _Shelf())
     for number, group in list(shelf.free.items()):
         if not _alive(group):
             del shelf.free[number]
@@ -127,14 +136,22 @@ def borrow(like: dist.ProcessGroup, device: torch.device) -> Loan:
     everywhere = set.intersection(*(set(free) for free, _ in of_all))
     if everywhere:
         number = min(everywhere)
-        return Loan(shelf.free.pop(number), number, shelf)
-    number = max(following for _, following in of_all)
-    shelf.next_number = number + 1
-    return Loan(new_group(ranks, like, timeout), number, shelf)
+        group = shelf.free.pop(number)
+        if timeout is not None:
+            group.set_timeout(timeout)
+    else:
+        number = max(following for _, following in of_all)
+        shelf.next_number = number + 1
+        group = new_group(ranks, like, timeout)
+    given = weakref.ref(_origins.get(like, like))
+    return Loan(group, number, shelf, lambda: None if (own := given()) is None else _timeout_of(own, device), timeout)
 
 
 #: (ranks, backend, time-out) → the group that :func:`group_of` created.
 _made: weakref.WeakValueDictionary[tuple[object, ...], dist.ProcessGroup] = weakref.WeakValueDictionary()
+
+#: A group that :func:`group_of` created → the user's group whose time-out it has. PyTorch holds both.
+_origins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -149,6 +166,7 @@ def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device
     number = _agreed_number(like, needed=not known)
     if not known:
         _made[key] = _new_group(ranks, like, timeout, number)
+    _origins[_made[key]] = like
     return _made[key]
 
 

@@ -264,6 +264,7 @@ class TwoLevelCompression(DDPCompression):
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if not self._coming:
             self._begin()
+            self._inside.follow()
             self._raises_later = at_the_end_of_backward(self._raise)
         self._leave_out(bucket)
         last = self._is_last(bucket)

@@ -280,6 +280,7 @@ class ModuleCompression(GradientCompression):
             self._seen += low * 0 + high * 0
         if at == self._tells_at:
             bad = self._seen  # 0, or NaN
+            self._replica.follow()
             try:
                 dist.all_reduce(bad, group=self._replica.group)
             except RuntimeError:
