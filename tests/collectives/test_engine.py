@@ -8,12 +8,14 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from narrowband.collectives import Engine, Transfer, engine
+from tests.gradients.training import heard
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -399,3 +401,37 @@ def first_product(rank, world_size):
 def test_an_engine_computes_on_as_many_threads_as_its_user_has_set():
     """Otherwise the first step after a resume would have other bits than the same step before."""
     assert run_ranks(first_product, 1, fresh=True) == [True]
+
+
+def left_waiting(rank, world_size, file):
+    """What is logged on a rank that waits for another, which comes only when that is logged."""
+    former, engine.LONG_S = engine.LONG_S, 0.1
+    try:
+        bench = Bench()
+    finally:
+        engine.LONG_S = former
+
+    def seen(record):
+        Path(file).touch()
+        return record.getMessage()
+
+    def job():
+        yield Transfer(lambda: dist.all_reduce(torch.ones(1), async_op=True))
+
+    with heard(seen) as messages:
+        if rank:
+            deadline = time.monotonic() + 120
+            while not Path(file).exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        found = Path(file).exists()
+        bench.start(job(), "one")
+        bench.wait(1)
+    bench.engine.close()
+    return found, messages
+
+
+def test_a_rank_that_waits_for_long_says_so(tmp_path):
+    (_, first), (came, _) = run_ranks(left_waiting, 2, str(tmp_path / "said"))
+    assert came
+    assert "this rank has waited for other ranks for 0.1 s" in first[0]
+    assert "has left the loop alone" in first[0]

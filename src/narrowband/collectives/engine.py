@@ -13,6 +13,9 @@ only posts a function to the thread's inbox. There are two queues, each with tha
 
 On CUDA the thread works on a side stream. A job begins by waiting for the work that the main stream had queued.
 
+*A word when nothing arrives.* If ranks wait for each other in collectives of different groups, as where one has left
+the training loop, no error comes before the time-out. So the thread logs when it has waited for long.
+
 *A clean exit.* After a collective has completed, a thread of torch releases its tensors, for which it needs the
 interpreter's lock. If the interpreter is exiting by then, the process aborts. Nothing tells when the thread has done
 that, so a process that exits right after a collective waits for a moment (:func:`_settle`). A script that ends with
@@ -24,6 +27,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import queue
 import time
 import weakref
 from collections import deque
@@ -45,11 +49,15 @@ log = logging.getLogger(__name__)
 SETTLE_S = 0.1
 
 
+#: Seconds for which a collective may be under way before the log says so; twice as many before it does so again.
+LONG_S = 120.0
+
 #: What is behind most errors of a collective.
-_OTHERS = (
-    ". Most often another rank has failed or ended (its own output says why), has fewer batches "
-    "(DistributedDataParallel.join helps), or has left the loop alone, as by a stop that it decided by its own loss"
+_CAUSES = (
+    "another rank has failed or ended (its own output says why), has fewer batches (DistributedDataParallel.join "
+    "helps), or has left the loop alone, as by a stop that it decided by its own loss"
 )
+_OTHERS = f". Most often {_CAUSES}"
 
 
 QueueName = Literal["group", "pairs"]
@@ -138,6 +146,7 @@ class Engine(SerialExecutor):
         self.wire_seconds = 0.0
         self.error: BaseException | None = None
         self._awaits = False  # for a collective
+        self._patience_s = LONG_S
 
     def post(self, what: Callable[[], None]) -> None:
         """Run ``what`` on the engine's thread, after everything posted before."""
@@ -188,6 +197,19 @@ class Engine(SerialExecutor):
                 torch.cuda.set_device(self._device)
                 stack.enter_context(torch.cuda.stream(self._stream))
             super()._loop()
+
+    def _next(self) -> Callable[[], None] | None:
+        if self._order:
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=self._patience_s)
+            log.warning(
+                "this rank has waited for other ranks for %g s in a collective. One of them may be busy with something "
+                "of its own, such as an evaluation. Otherwise %s; this rank then waits until the other process ends, "
+                "or the time-out of the process group is over",
+                self._patience_s, _CAUSES,
+            )  # fmt: skip
+            self._patience_s *= 2
+        return super()._next()
 
     def _try(self, what: Callable[[], None]) -> None:
         if self.error is not None:

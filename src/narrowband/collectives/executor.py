@@ -48,7 +48,11 @@ class SerialExecutor:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for the next function; None ends the thread."""
+        return self._inbox.get()
+
     def _loop(self) -> None:
-        while (function := self._inbox.get()) is not None:
+        while (function := self._next()) is not None:
             function()
             function = None  # a waiting thread must not keep alive the object whose finalizer ends the thread
