@@ -226,6 +226,23 @@ def test_doctor_says_whether_this_pytorch_was_tried(version, good, said, monkeyp
     assert version in found.detail
 
 
+def test_doctor_says_once_what_links_lack(monkeypatch):
+    from narrowband import lab
+    from narrowband.cli import doctor
+
+    monkeypatch.setattr(lab, "requirements", lambda config: ["no namespaces"] + ["no netem"] * bool(config.delay))
+    assert [(each.good, each.detail) for each in doctor._links()] == [(False, "no namespaces"), (False, "no netem")]
+    monkeypatch.setattr(lab, "requirements", lambda _: ["no namespaces"])
+    assert [each.detail for each in doctor._links()] == ["no namespaces", "need the same as emulated rates"]
+
+
+def test_help_of_the_lab_runs_scripts_that_are_there(narrow):
+    _, out, _ = narrow("lab", "--help")
+    scripts = re.findall(r"-- python (\S+)", out)
+    assert scripts
+    assert all((ROOT / script).is_file() for script in scripts)
+
+
 def test_those_are_the_versions_that_are_tried():
     from narrowband.cli import doctor
 

@@ -288,9 +288,12 @@ def _allocator() -> Iterator[_Finding]:
 def _links() -> Iterator[_Finding]:
     from narrowband.lab import LabConfig, requirements
 
+    said: list[str] = []
     for name, config in (
         ("emulated rates", LabConfig(nodes=2)),
         ("emulated delay and loss", LabConfig(nodes=2, delay="1ms", loss="0.1%")),
     ):
         missing = requirements(config)
-        yield _Finding(name, not missing, "\n".join(missing) or "narrowband lab, narrowband bench ddp")
+        new = [problem for problem in missing if problem not in said] or ["need the same as emulated rates"]
+        said += missing
+        yield _Finding(name, not missing, "\n".join(new) if missing else "narrowband lab, narrowband bench ddp")

@@ -28,11 +28,11 @@ class Lab:
     namespaces (see ``narrowband doctor``).
 
     Examples:
-      narrowband lab --nodes 4 --rate 200mbit -- python train.py
-      narrowband lab --nodes 2 --rate 1gbit --delay 5ms --loss 0.1% -- python train.py --epochs 1
-      narrowband lab --nodes 2 --per-node 4 --rate 1gbit -- python train.py
-      narrowband lab --nodes 2 --up 20mbit,50mbit --down 100mbit -- python train.py
-      narrowband lab --rate none --json counts.json -- python train.py
+      narrowband lab --nodes 4 --rate 200mbit -- python examples/train_ddp.py
+      narrowband lab --nodes 2 --rate 1gbit --delay 5ms --loss 0.1% -- python examples/train_ddp.py --steps 20
+      narrowband lab --nodes 2 --per-node 4 --rate 1gbit -- python examples/train_ddp.py
+      narrowband lab --nodes 2 --up 20mbit,50mbit --down 100mbit -- python examples/train_ddp.py
+      narrowband lab --rate none --json counts.json -- python examples/train_ddp.py
     """
 
     nodes: int = 4
