@@ -464,6 +464,26 @@ def test_not_finite_on_one_rank_is_not_finite_on_all(value):
                 assert not told or not spec.endswith("+ef"), f"{name}: feedback would have been committed"
 
 
+def owner_owes_too_much(rank, world_size):
+    """Two steps. The second's mean and what its owner owes from the first add up to more than a float holds."""
+    chosen, large = nb.compression("uniform:bits=2+ef"), -3.3e38
+    feedback = chosen.new_feedback()
+    first, second = (torch.zeros(64, 64) for _ in range(2))
+    first[:, :: 2 * (rank + 1)] = large  # half of it, as the mean is there, lies between two levels
+    second[:, 2::4] = large
+    found = []
+    for step, x in enumerate((first, second)):
+        before = {key: value.clone() for key, value in feedback.state_dict().items()}
+        work = average("scatter_reduce", operands_of([x], chosen.codec, feedback, step), rank, world_size)
+        now = feedback.state_dict()
+        found.append((work.finite, before.keys() == now.keys() and all(torch.equal(before[k], now[k]) for k in now)))
+    return found
+
+
+def test_a_mean_that_is_not_finite_with_what_its_owner_owes_is_heard_of_by_all():
+    assert run_ranks(owner_owes_too_much, 2) == [[(True, False), (False, True)]] * 2
+
+
 def test_a_rank_with_nothing_to_say_hears_that_another_is_not_finite():
     ways = [
         ("all_reduce", "randomk:density=0.1+ef"),

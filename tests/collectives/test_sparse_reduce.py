@@ -13,6 +13,7 @@ import narrowband as nb
 from narrowband import kernels
 from narrowband.bench.models import GPT, MODELS
 from narrowband.collectives import LayerCollectives, Operand, choose, collective
+from narrowband.collectives.exchange import TRAILER
 from narrowband.collectives.peers import Peers
 from narrowband.feedback import ErrorFeedback
 from narrowband.planning.echo import EchoGroup
@@ -216,6 +217,26 @@ def test_what_is_not_finite_on_a_rank_or_in_a_sum_does_not_count(value):
     for finite, same, nan in answers:
         assert finite == expected
         assert expected or (same and nan)
+
+
+def added_up(value, ranks):
+    """Whether the first owner's sums of what all ranks send it are said to be finite, where all send this value."""
+    items = items_of([torch.full((40, 40), value)], nb.codec("topk:density=0.1"), ErrorFeedback(), 0)
+    work = collective("sparse_reduce")(items, Peers(None, 0, ranks), measure=False)
+    work.encode()
+    work._lay_out([160])
+    rows = torch.zeros(ranks, work._row + TRAILER, dtype=torch.uint8)
+    work._write_rows(rows)
+    second = torch.zeros(1 << 14, dtype=torch.uint8)
+    work._add_up(rows[:1].repeat(ranks, 1), second)
+    return not second[-1]
+
+
+def test_a_sum_of_finite_values_that_no_float_holds_does_not_count():
+    """A tenth is rounded up, and ten times that of the largest float is too large."""
+    largest = torch.finfo(torch.float32).max
+    assert added_up(largest / 2, 10)
+    assert not added_up(largest, 10)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

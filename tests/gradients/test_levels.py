@@ -74,6 +74,21 @@ def test_shards_are_rows_and_make_up_the_parameter(shape, ranks):
 # ---- what they compute -----------------------------------------------------------------------------------------------
 
 
+class UpsideDown(nn.Module):
+    """The layer that is registered first is used last. It has one row, which is the second rank's of a node, and a
+    dtype of its own, so that DDP has two buckets in the first step. The last of these has no part of the first rank.
+    Later buckets have another order, and the last has parts of both.
+    """
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head, self.body = nn.Linear(40, 1, bias=False, dtype=torch.float64), nn.Linear(24, 40)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh().double())
+
+
 def beside_flat(rank, world_size, spec, nodes, cap, make):
     found = []
     for given in (nodes, None):
@@ -86,7 +101,12 @@ def beside_flat(rank, world_size, spec, nodes, cap, make):
 
 @pytest.mark.parametrize(
     ("ranks", "nodes", "cap", "make"),
-    [(4, 2, HUGE, mlp), (4, 2, TINY, odd), *thorough((6, 2, TINY, odd), (6, 3, HUGE, odd), (8, 2, TINY, odd))],
+    [
+        (4, 2, HUGE, mlp),
+        (4, 2, TINY, odd),
+        (4, 2, TINY, UpsideDown),
+        *thorough((6, 2, TINY, odd), (6, 3, HUGE, odd), (8, 2, TINY, odd)),
+    ],
 )
 def test_uncompressed_it_is_the_average(ranks, nodes, cap, make):
     answers = run_ranks(beside_flat, ranks, "none", nodes, cap, make)
