@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 from narrowband.kernels.cpu.cache import LoopCache
 from narrowband.updates.rendezvous import Meeting
 from tests.gradients.training import train
@@ -47,3 +50,41 @@ def test_who_comes_compiles_before_others_wait_for_it(store):
     for found in run_ranks(loading, 3, store, group=False, fresh=True):
         assert found["none"][0]
         assert {spec: after for spec, (_, after) in found.items() if after} == {}
+
+
+def coming_later(rank, world_size, address, file):
+    """On the peer that comes when the others have given a layer a spec of its own: the loops that this process used
+    first before it arrived, and after that.
+    """
+    load, arrive = LoopCache.load_overload, Meeting.arrive
+    before, after = [], []
+    here = before
+
+    def loaded(self, *given):
+        here.append(self.name)
+        return load(self, *given)
+
+    def arrived(self, *given, **options):
+        nonlocal here
+        here = after
+        return arrive(self, *given, **options)
+
+    if rank == 2:
+        while not Path(file).exists():
+            time.sleep(0.01)
+        LoopCache.load_overload, Meeting.arrive = loaded, arrived
+    model, optimizer, handle = join(address, rank, "none+ef", begin_with=2, grace_s=0.5)
+    if rank < 2:
+        handle.set_layers({"0.weight": "qsgd:bits=4"})
+        Path(file).touch()
+    while len(handle.peers) < world_size:
+        train(model, rank, range(2), optimizer)
+    return before, after, handle.layers.override_texts()
+
+
+def test_who_comes_compiles_the_specs_of_set_layers_too(store, tmp_path):
+    found = run_ranks(coming_later, 3, store, str(tmp_path / "set"), group=False, fresh=True)
+    before, after, specs = found[2]
+    assert specs == found[0][2] != {}
+    assert before
+    assert after == []

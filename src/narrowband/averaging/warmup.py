@@ -81,12 +81,17 @@ def warm_up(
         agreement.now({"call": "warm_up"}, FAILED, failure)
 
 
-def warm_up_alone(settings: Settings, device: torch.device) -> None:
+def warm_up_alone(settings: Settings, device: torch.device, others: Iterable[str] = ()) -> None:
     """Compile, or load from the cache, every loop that a step with these settings may need, among any number of ranks.
     No rank is waited for, and :func:`warm_up` finds nothing left to do.
+
+    Args:
+        settings: how to compress.
+        device: where the gradients are.
+        others: further specs that layers may have.
     """
     chosen, plan = settings.compression, settings.plan
-    kinds = [chosen]
+    kinds = [chosen, *(compression(spec).beside(chosen) for spec in others)]
     if settings.small not in ("uncompressed", "fused"):
         kinds.append(compression(settings.small).beside(chosen))
     if plan is not None:

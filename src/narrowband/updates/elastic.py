@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
     from narrowband.averaging.agreement import Facts
     from narrowband.averaging.settings import Settings
+    from narrowband.codecs import Codec
+    from narrowband.feedback import Compression, Method
     from narrowband.updates.fragments import Fragment
     from narrowband.updates.settings import Rounds
 
@@ -103,7 +105,7 @@ class ElasticUpdateCompression(UpdateCompression):
         self._meeting = Meeting(rendezvous, rendezvous.connect(), facts)
         with announced("updates"):  # before this peer arrives, since others wait for it from then on
             device = next(p.device for p in model.parameters() if p.requires_grad)
-            warm_up_alone(settings, device)
+            warm_up_alone(settings, device, self._meeting.told_specs())
             compile_loops(device)
 
         def begin(view: View) -> None:
@@ -452,6 +454,14 @@ class ElasticUpdateCompression(UpdateCompression):
                 self.outer.load_state_dict(first["outer"])
             self._saved.load_lengths(first["length"])
 
+    def set_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> None:
+        """See :meth:`Handle.set_layers`. Peers that come later get these specs, too."""
+        super().set_layers(specs)
+        self._tell_specs()
+
+    def _tell_specs(self) -> None:
+        self._meeting.tell_specs(sorted(set(self.layers.override_texts().values())))
+
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -494,6 +504,7 @@ class ElasticUpdateCompression(UpdateCompression):
         self._rounds_before = said[0] - self._round
         self._changes.begin(self._averaged)
         self._changes.found = False
+        self._tell_specs()
 
     def _agree(self, facts: Facts, advice: str, failure: Exception | None = None) -> None:
         """Compare only where a state is loaded: otherwise peers wait for nobody between rounds."""

@@ -37,7 +37,7 @@ from narrowband.errors import DisagreementError
 from narrowband.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["DEFAULT_PORT", "Entry", "Meeting", "Rendezvous", "RendezvousError", "View"]
 
@@ -446,6 +446,19 @@ class Meeting:
     def _outcome(self, turn: int) -> str | None:
         key = f"{turn}/outcome"
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    # ---- what peers tell those that come later -----------------------------------------------------------------------
+
+    def tell_specs(self, specs: Sequence[str]) -> None:
+        """Note in the store which specs layers have, so that a peer that comes can compile their loops first."""
+        with self._answering():
+            self._store.set("specs", json.dumps(list(specs)))
+
+    def told_specs(self) -> list[str]:
+        """Return the specs that peers have noted; none if layers have only those of the facts."""
+        with self._answering():
+            found: list[str] = json.loads(self._store.get("specs")) if self._store.check(["specs"]) else []
+        return found
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 
