@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from narrowband.sharding import exchange
 from tests.gradients.shards import shard, whole
 from tests.gradients.training import loss_of, mlp, refusal
 from tests.ranks import run_ranks
-from tests.sharding.training import FINE, adamw, compress, computed_with, mesh_of, train
+from tests.sharding.training import FINE, OPTIONS, adamw, compress, computed_with, mesh_of, train
 
 
 def followed(rank, world_size, spec):
@@ -137,6 +138,46 @@ def test_without_references_parameters_are_compressed_themselves():
         assert 1e-4 < error < 0.02
 
 
+def resumed_in_another_dtype(rank, world_size):
+    """Whether layers compute with the optimizer's parameters where references were saved by a run in bfloat16."""
+    model = shard(mlp(), mesh_of(world_size), **OPTIONS["bf16"])
+    handle = compress(model, **FINE)
+    train(model, rank, range(2), adamw(model))
+    again = shard(mlp(), mesh_of(world_size))
+    again.load_state_dict(model.state_dict())
+    compress(again, **FINE).load_state_dict(handle.state_dict())
+    seen = torch.cat([x.double().reshape(-1) for x in computed_with(again).values()])
+    return torch.equal(seen, whole(again))
+
+
+def test_references_of_another_dtype_are_sent_anew():
+    assert run_ranks(resumed_in_another_dtype, 2) == [True] * 2
+
+
+def broken_off(rank, world_size):
+    """What is said of a forward pass whose exchange of parameters fails on all ranks, and of the next."""
+    model = shard(mlp(), mesh_of(world_size))
+    compress(model, **FINE)
+    former = exchange._gather
+
+    def breaks(*_):
+        raise RuntimeError("cut")
+
+    exchange._gather = breaks
+    try:
+        said = [refusal(lambda: loss_of(model, 0, rank))]
+    finally:
+        exchange._gather = former
+    return [*said, refusal(lambda: loss_of(model, 0, rank))]
+
+
+def test_after_an_exchange_of_parameters_that_failed_none_follows():
+    for first, (kind, later) in run_ranks(broken_off, 2):
+        assert first == ("RuntimeError", "cut")
+        assert kind == "RuntimeError"
+        assert "an earlier exchange of the parameters of" in later
+
+
 def different_references(rank, world_size):
     model = shard(mlp(), mesh_of(world_size))
     compress(model, **FINE)
@@ -145,8 +186,7 @@ def different_references(rank, world_size):
     if rank:
         state = model[0]._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # PyTorch 2.11 has one
-        exchange = groups[0]._all_gather_comm
-        exchange.reference.view(-1)[0] += 1
+        groups[0]._all_gather_comm.reference.view(-1)[0] += 1
     return refusal(lambda: train(model, rank, range(2, 60), optimizer))
 
 
