@@ -328,6 +328,34 @@ def broken_in_one_shard(rank, world_size, spec):
     return finite, kept
 
 
+class To(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+def with_an_end_that_one_rank_holds(rank, world_size):
+    """A model whose last gradients, of another dtype than the rest, are of one row: of each node one rank has it."""
+    mesh = mesh_of(2, world_size // 2)
+    first = nn.Linear(24, 1, bias=False, dtype=torch.float64)
+    model = nn.Sequential(To(torch.float64), first, To(torch.float32), nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 8))
+    shard(model, mesh["shards"])
+    handle = compress(model, "topk:density=0.1+ef", process_group=mesh["nodes"].get_group())
+    train(model, rank, range(2), sgd(model))
+    return handle.step, whole(model)
+
+
+def test_ranks_tell_each_other_what_is_finite_when_nothing_of_their_replica_is_still_to_come():
+    """A rank that waited for the others with the last gradients that it holds would keep FSDP2 from the last of all."""
+    answers = run_ranks(with_an_end_that_one_rank_holds, 4, timeout_s=60.0)
+    for steps, parameters in answers:
+        assert steps == 2
+        assert torch.equal(parameters, answers[0][1])
+
+
 @pytest.mark.parametrize(("ranks", "spec"), [(4, "topk:density=0.1+ef"), *thorough((6, "topk:density=0.1+ef"))])
 def test_where_one_shard_is_not_finite_the_feedback_of_all_stays(ranks, spec):
     """A scaler skips the step on all of them."""
