@@ -416,3 +416,35 @@ def test_what_cannot_be_averaged_is_refused_with_what_to_do():
         assert "'qsgd:bits=2'" in found[3][1] or "qsgd:bits=2" in found[3][1]
         assert "the same name: weight; " in found[5][1]
         assert "torch.bfloat16, small on rank 1" in found[6][1]
+
+
+def players(rank, world_size, separate):
+    """What is said where two players take turns, and each pass reaches both; and then where one optimizer has both."""
+    first, second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+    named = [("first", first.weight), ("second", second.weight)]
+    optimizers = [torch.optim.SGD([p], lr=0.1) for _, p in named]
+    both = torch.optim.SGD([p for _, p in named], lr=0.1)
+    with heard() as said:
+        averagers = [nb.Averager([pair] if separate else named, "topk:density=0.1+ef") for pair in named]
+        for turn in range(4):
+            at = turn % 2
+            optimizers[at].zero_grad()
+            second(first(torch.ones(2, 32))).square().sum().backward()
+            averagers[at if separate else 0].average()
+            optimizers[at].step()
+        alone = nb.Averager(named, "topk:density=0.1+ef")
+        for _ in range(3):
+            both.zero_grad()
+            second(first(torch.ones(2, 32))).square().sum().backward()
+            alone.average()
+            both.step()
+    return said
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_players_that_share_an_averager_are_warned(separate):
+    said, other = run_ranks(players, 2, separate)
+    assert other == []
+    assert [message.split(" were ")[0] for message in said] == (
+        [] if separate else ["averages of 1 of 2 parameters (first)"]
+    )
