@@ -9,9 +9,9 @@ Whether a gradient was cleared must be seen before backward adds to it. So hooks
 gradients are computed; the first of them looks at all.
 
 All this takes time and memory, so it is only done while it may be of use: in the first steps, until every parameter was
-stepped with; and after an average was thrown away, until a hundred in a row were used, or twice as many as there were
-before any that was thrown away. If one is thrown away after that, it is lost, since nothing was kept. But then at least
-twice as many in a row have to be used, so few can be lost in this way: one each time that the number doubles.
+stepped with; and after an average was thrown away, until a hundred in a row were used, and twice as many as there ever
+were before one that was thrown away. If one is thrown away after that, it is lost, since nothing was kept. But then at
+least twice as many in a row have to be used, so few can be lost in this way: one each time that the number doubles.
 
 At other times averages wait after a step of an optimizer that has only a part of the parameters, or none of them, as
 that of a GAN's other network. Nothing is done where a single optimizer steps with everything.
