@@ -91,7 +91,7 @@ class Rows(NamedTuple):
 
     def nbytes(self, bits: int) -> int:
         """Return the bytes of the codes; each row takes whole bytes."""
-        return self.total * -(-self.inner * bits // 8)
+        return self.parts * self.outer * self.groups * -(-self.inner * bits // 8)
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -171,10 +171,10 @@ def quantize_rows_learning(
         (4, parts · groups): low and step, as :func:`dequantize_rows` takes them, then the smallest and the largest
         element; and the last two results of :func:`learn_ranges`.
     """
-    result = backend_of(x).quantize_rows_learning(
+    result: tuple[Tensor, bool, float] = backend_of(x).quantize_rows_learning(
         x, out, rows, estimates, decay, bits=bits, stochastic=stochastic, seed=seed, apart=apart, drift=drift
     )
-    return cast("tuple[Tensor, bool, float]", result)
+    return result
 
 
 def quantize_rows_adapting(
@@ -211,11 +211,11 @@ def quantize_rows_adapting(
     Returns:
         Low and step of the codes, as :func:`dequantize_rows` takes them, and the new estimates.
     """
-    result = backend_of(x).quantize_rows_adapting(
+    result: tuple[Tensor, Tensor] = backend_of(x).quantize_rows_adapting(
         x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed,
         apart=apart, standard=standard,
     )  # fmt: skip
-    return cast("tuple[Tensor, Tensor]", result)
+    return result
 
 
 class Standard(NamedTuple):

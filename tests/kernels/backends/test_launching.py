@@ -165,6 +165,25 @@ def test_a_launch_that_is_known_but_for_its_tensors_is_looked_at_once() -> None:
 
 
 @pytest.mark.usefixtures("_a_gpu")
+def test_two_loops_of_one_launch_are_started_with_the_same_tensors_of_which_the_second_takes_more() -> None:
+    first = _Recorded("x", "y", "n", "seed", plain="y seed")
+    second = _Recorded("x", "y", "z", "m", "seed", plain="seed")
+    launch = launching.Launch(first, 7, (48,)).then(launching.Launch(second, 5, (3,), num_warps=8), more=1)
+    x, y, z = torch.zeros(100), torch.zeros(100), torch.zeros(100)
+    for seed in (1, 2):
+        launch(_There(0), (x, y, z), seed)  # type: ignore[arg-type]
+    (one,), (other,) = first.anew, second.anew
+    assert (one[0], one[1][2:], one[2]) == ((7,), (48, 1), {"enable_fp_fusion": False})
+    assert (other[0], other[1][3:], other[2]["num_warps"]) == ((5,), (3, 1), 8)
+    pointers = x.data_ptr(), y.data_ptr(), z.data_ptr()
+    assert first.again == [((7, 1, 1), (*pointers[:2], 48, 2))]
+    assert second.again == [((5, 1, 1), (*pointers, 3, 2))]
+    launch(_There(0), (x, y, z[1:]), 3)  # type: ignore[arg-type]
+    assert (len(first.anew), len(second.anew)) == (1, 2)
+    assert first.again[-1][1][2:] == (48, 3)
+
+
+@pytest.mark.usefixtures("_a_gpu")
 def test_a_profiler_sees_launches_that_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, x = _Recorded("x", "n", "A"), torch.zeros(100)
     launch = launching.Launch(loop, 7, (48,), A=1)

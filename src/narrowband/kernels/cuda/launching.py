@@ -146,30 +146,65 @@ class Launch:
         >>> launch(x, (x, codes, ranges), seed)  # doctest: +SKIP
     """
 
-    __slots__ = ("_aligned", "_constants", "_loop", "_numbers", "_programs", "_started")
+    __slots__ = ("_aligned", "_known", "_steps")
 
     def __init__(self, loop: Any, programs: int, numbers: tuple[Any, ...], **constants: Any) -> None:
-        self._loop, self._programs, self._numbers, self._constants = loop, programs, numbers, constants
+        self._steps = [_Step(loop, programs, numbers, constants)]
         #: By device: what was started with pointers to multiples of 16 bytes, as far as Triton asks.
-        self._started: dict[int, _Started] = {}
+        self._known: dict[int, list[_Known]] = {}
         self._aligned = 0  # how many pointers it asks about
+
+    def then(self, other: Launch, *, more: int = 0) -> Launch:
+        """Have another loop launched behind this one, with the same tensors and ``more`` behind these, and return self.
+
+        Addresses are looked up once for both.
+        """
+        self._steps = [step._replace(less=step.less + more) for step in self._steps] + other._steps
+        return self
 
     def __call__(self, on: Tensor, tensors: tuple[Tensor, ...], *last: int) -> None:
         """Launch the loop on the device of ``on``, with these tensors, whose dtypes are always the same."""
         device = on.get_device()
-        found = self._started.get(device)
-        if found is not None and device == torch.cuda.current_device():
-            pointers = [x.data_ptr() for x in tensors]
+        known = self._known.get(device)
+        if known is not None and device == torch.cuda.current_device():
+            pointers = tuple(map(torch.Tensor.data_ptr, tensors))
             if not functools.reduce(operator.or_, pointers[: self._aligned], 0) % 16:
-                _again(found, device, self._programs, (*pointers, *self._numbers, *last))
+                for started, programs, count, numbers in known:
+                    _again(started, device, programs, (*pointers[:count], *numbers, *last))
                 return
-        found = run(self._loop, self._programs, *tensors, *self._numbers, *last, on=on, **self._constants)
-        if found is None:
-            return
-        plain = [parameter.do_not_specialize for parameter in self._loop.params[: len(tensors)]]
-        self._aligned = plain.index(True) if True in plain else len(plain)
-        if all(x.data_ptr() % 16 == 0 for x in tensors[: self._aligned]):
-            self._started[device] = found
+        self._look(on, tensors, last)
+
+    def _look(self, on: Tensor, tensors: tuple[Tensor, ...], last: tuple[int, ...]) -> None:
+        """Launch as Triton does, and remember what was started."""
+        known: list[_Known] = []
+        for loop, programs, numbers, constants, less in self._steps:
+            own = tensors[: len(tensors) - less]
+            started = run(loop, programs, *own, *numbers, *last, on=on, **constants)
+            if started is not None:
+                plain = [parameter.do_not_specialize for parameter in loop.params[: len(own)]]
+                self._aligned = max(self._aligned, plain.index(True) if True in plain else len(plain))
+                known.append(_Known(started, programs, len(own), numbers))
+        if len(known) == len(self._steps) and all(x.data_ptr() % 16 == 0 for x in tensors[: self._aligned]):
+            self._known[on.get_device()] = known
+
+
+class _Step(NamedTuple):
+    """A loop of a launch, and how many of the last tensors it does not take."""
+
+    loop: Any
+    programs: int
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]
+    less: int = 0
+
+
+class _Known(NamedTuple):
+    """A loop that was started: with how many programs and tensors, and with which numbers behind these."""
+
+    started: _Started
+    programs: int
+    tensors: int
+    numbers: tuple[Any, ...]
 
 
 # ---- several tensors -------------------------------------------------------------------------------------------------

@@ -517,10 +517,9 @@ _PROGRAMS = 4096
 
 
 class _Adapting(NamedTuple):
-    """The launches that quantize tensors of one form, and how many numbers they note ranges with."""
+    """The launch of both loops that quantize tensors of one form, and how many numbers these note ranges with."""
 
-    first: Launch
-    again: Launch
+    launch: Launch
     size: int
 
 
@@ -546,11 +545,10 @@ def _adapting(
     levels, constants = float((1 << bits) - 1), {"STANDARD": standard, "HALF": half, "BITS": bits}
     constants |= {"STOCHASTIC": stochastic, "PIECED": _pieced(length, rows), **tile}
     programs, more = rows.groups * workers, (decay, 1.0 - decay, drift, jump)
-    return _Adapting(
-        Launch(_quantize_group, programs, (*numbers, levels), **constants),
-        Launch(_quantize_group_again, programs, (*numbers, levels, *more), TURN=_TURN, **constants),
-        4 * rows.groups + 2 * programs,  # low, step, and the new estimates; behind these, the notes of programs
-    )
+    first = Launch(_quantize_group, programs, (*numbers, levels), **constants)
+    again = Launch(_quantize_group_again, programs, (*numbers, levels, *more), TURN=_TURN, **constants)
+    # Low, step, and the new estimates; behind these, the notes of programs.
+    return _Adapting(first.then(again, more=1), 4 * rows.groups + 2 * programs)
 
 
 def quantize_rows_adapting(
@@ -573,19 +571,14 @@ def quantize_rows_adapting(
     if apart is None:
         x, apart = _spaced(x, rows)
     length, half = rows.inner if standard is None else standard.length, x.dtype == torch.bfloat16
-    launches = _adapting(
-        rows, apart, length, bits, stochastic, half, standard is not None, decay, drift, jump
-    )  # fmt: skip
-    if launches is None:
+    form = _adapting(rows, apart, length, bits, stochastic, half, standard is not None, decay, drift, jump)
+    if form is None:
         x, apart = given
         return reference.quantize_rows_adapting(
             x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed,
             apart=apart, standard=standard,
         )  # fmt: skip
-    first, again, size = launches
-    made, groups = torch.empty(size, dtype=torch.float32, device=x.device), rows.groups
+    made, groups = torch.empty(form.size, dtype=torch.float32, device=x.device), rows.groups
     mean, deviation, _ = standard or (made, made, 0)
-    tensors, folded = (x, out, mean, deviation, estimates.contiguous(), made), fold_seed(seed)
-    first(x, tensors, folded)
-    again(x, (*tensors, note), folded)
+    form.launch(x, (x, out, mean, deviation, estimates.contiguous(), made, note), fold_seed(seed))
     return made, made.as_strided((2, groups), (groups, 1), 2 * groups)

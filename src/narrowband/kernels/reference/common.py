@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,11 @@ def mix(h: int) -> int:
 
 def fold(seed: int) -> int:
     low, high = seed & UINT32, seed >> 32 & UINT32
-    return (mix(low) + 0x9E3779B9 * mix(high) + 0x85EBCA6B) & UINT32
+    return (mix(low) + 0x9E3779B9 * _mixed(high) + 0x85EBCA6B) & UINT32
+
+
+#: For the high half of seeds, which is the same for many draws.
+_mixed = functools.lru_cache(maxsize=1 << 8)(mix)
 
 
 def hashes(begin: int, end: int, seed: int, device: torch.device) -> Tensor:
