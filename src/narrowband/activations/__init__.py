@@ -9,6 +9,7 @@ The files from the interface down; each imports only from those below it.
 :mod:`.evaluation`     the fast paths of PyTorch's transformer layers, which evaluation takes
 :mod:`.operators`      replacements of PyTorch's operators that save a bit or a byte per element
 :mod:`.recorder`       decides how each tensor that autograd saves is kept
+:mod:`.sites`          what is known beforehand of the tensors that are saved at each place
 :mod:`.modules`        names of modules, their attention heads, and which are recomputed
 :mod:`.scores`         attention whose scores are too large for codes
 :mod:`.calls`          the operator that is running, and where the groups of its saved tensors are

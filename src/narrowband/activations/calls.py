@@ -33,6 +33,7 @@ __all__ = [
     "CUSTOM",
     "NAMED",
     "NO_CALL",
+    "OF_A_PARAMETER",
     "OTHER",
     "ROUGH",
     "Call",
@@ -168,7 +169,7 @@ _SECOND = (
     "Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "MaxPool", "_MaxPool", "AvgPool", "Mkldnn",
 )  # fmt: skip
 #: Autograd nodes that may lie between a parameter and an operator's operand: views, and autocast's casts.
-_OF_A_PARAMETER = frozenset(
+OF_A_PARAMETER = frozenset(
     f"{name}Backward0"
     for name in (
         "ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "AsStrided",
@@ -186,9 +187,10 @@ class Call:
 
     Attributes:
         bits: the bits for the tensors that fused attention saves; 0: kept unchanged; None: not determined yet.
+        forms: the shapes of the operands; empty where they have not been looked up.
     """
 
-    __slots__ = ("_operands", "args", "bits", "kwargs", "operator")
+    __slots__ = ("_operands", "args", "bits", "forms", "kwargs", "operator")
 
     def __init__(
         self, operator: Operator | None = None, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NONE
@@ -196,6 +198,7 @@ class Call:
         self.operator, self.args, self.kwargs = operator, args, kwargs
         self._operands: list[Tensor] | None = None
         self.bits: Literal[8, 4, 2, 0] | None = None
+        self.forms: tuple[tuple[int, ...], ...] = ()
 
     def operands(self) -> list[Tensor]:
         """Return the tensors among the arguments."""
@@ -208,9 +211,10 @@ class Call:
             self._operands = [x for x in given if isinstance(x, Tensor)]
         return self._operands
 
-    def forms(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the operands."""
-        return tuple([x.shape for x in self.operands()])
+    def find_forms(self) -> tuple[tuple[int, ...], ...]:
+        """Look up the shapes of the operands."""
+        self.forms = tuple([x.shape for x in self.operands()])
+        return self.forms
 
     def samples(self, x: Tensor, grouping: Grouping) -> int:
         """Return the number of samples in a saved tensor's first dimension.
@@ -258,7 +262,7 @@ class Call:
         return Grouping(dim, largest_divisor(x.shape[dim], policy.groups or each or heads or default_groups))
 
     def is_statistic(self, x: Tensor, operator: Operator) -> bool:
-        """Whether a tensor is a mean or deviation of normalization, or attention's log-sum-exp or mask.
+        """Whether a tensor is a mean or deviation of normalization, or attention's log-sum-exp, as far as shapes tell.
 
         Such tensors are kept unchanged: results are sensitive to them, and they are small, or the same for all layers.
         """
@@ -267,10 +271,10 @@ class Call:
         given = next(iter(self.operands()), x)
         if operator.name == "attention":  # log-sum-exp: a number per row of the scores, perhaps with padding
             per_row = x.shape[:-1] == given.shape[:-2] and x.shape[-1] >= given.shape[-2]
-            return per_row or (x.shape[-1] == 1 and x.dim() == given.dim()) or self._is_mask(x)
+            return per_row or (x.shape[-1] == 1 and x.dim() == given.dim())
         return x.numel() < given.numel()
 
-    def _is_mask(self, x: Tensor) -> bool:
+    def is_mask(self, x: Tensor) -> bool:
         """Whether attention adds this tensor to its scores: the mask, or what PyTorch makes of a boolean mask."""
         mask = self.args[3] if len(self.args) > 3 else self.kwargs.get("attn_mask")
         if not isinstance(mask, Tensor) or not x.dim() or not mask.dim() or x.shape[-1] != mask.shape[-1]:
@@ -287,10 +291,10 @@ class Call:
         """
         node = x.grad_fn
         if node is not None:
-            if node.name() not in _OF_A_PARAMETER:
+            if node.name() not in OF_A_PARAMETER:
                 return None
             node = node.next_functions[0][0]
-            while node is not None and node.name() in _OF_A_PARAMETER:
+            while node is not None and node.name() in OF_A_PARAMETER:
                 node = node.next_functions[0][0]
             parameter = getattr(node, "variable", None)
             return parameter if isinstance(parameter, nn.Parameter) else None

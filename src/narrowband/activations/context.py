@@ -35,6 +35,7 @@ from narrowband.activations.policy import OPERATORS, ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recorder import Recorder
 from narrowband.activations.regions import HookOfPass, Regions, active, rerouted
+from narrowband.activations.sites import Sites
 from narrowband.activations.stats import Saved, SavedStats
 from narrowband.activations.warmup import warm_up
 from narrowband.compiler import unseen
@@ -130,6 +131,7 @@ class ActivationCompression(contextlib.ContextDecorator):
         self.model = model
         self.policy = policy
         self.modules = Modules(model, policy)
+        self._sites = Sites(self.modules, policy)
         self.estimates = _estimates.setdefault(model, Estimates(seed=_seed()))
         self._pieces = _pieces.setdefault(model, Pieces())
         self._total, self._last = SavedStats(), SavedStats()
@@ -163,7 +165,7 @@ class ActivationCompression(contextlib.ContextDecorator):
         with contextlib.ExitStack() as undo:
             undo.callback(stack.close)
             stack.enter_context(_collector.resting())
-            recorder = Recorder(self.modules, self.policy, self.estimates, self._pieces)
+            recorder = Recorder(self.modules, self._sites, self.policy, self.estimates, self._pieces)
             hook = self._attach(recorder, stack)
             try:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*recorder.hooks))

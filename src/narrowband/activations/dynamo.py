@@ -58,7 +58,7 @@ def obstacle() -> str | None:
     return None
 
 
-def modules_of(model: nn.Module, is_closed: Callable[[nn.Module], bool] = lambda _: False) -> Iterator[nn.Module]:
+def modules_of(model: nn.Module, is_closed: Callable[[nn.Module], bool] | None = None) -> Iterator[nn.Module]:
     """Yield a module and all modules inside of it, each once, without those inside of closed modules.
 
     Every pass goes through the whole model, and ``model.modules()`` would also make a name for each module.
@@ -66,7 +66,7 @@ def modules_of(model: nn.Module, is_closed: Callable[[nn.Module], bool] = lambda
     seen, left = {id(model)}, [model]
     while left:
         module = left.pop()
-        if not is_closed(module):
+        if is_closed is None or not is_closed(module):
             for child in module._modules.values():
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from narrowband.activations.dynamo import compiled_modules, modules_of, obstacle
-from narrowband.activations.layout import Cut
 from narrowband.activations.packed import Place
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.errors import UnsupportedError
@@ -33,7 +32,6 @@ class Modules:
     Attributes:
         recomputed: the outermost modules that backward recomputes.
         default_groups: the number of groups of channels where nothing else sets it: the most common number of heads.
-        cuts: a cache of how tensors are cut, by place and shape; see :meth:`Recorder._cut`.
         casts: where a frozen parameter in the dtype of autocast is saved; see :meth:`Call.parameter_before_cast`.
 
     Raises:
@@ -53,7 +51,6 @@ class Modules:
         self.check()
         self._heads: dict[str, int | None] = {}
         self._bits: dict[Place, Bits] = {}
-        self.cuts: dict[tuple[Any, ...], Cut] = {}
         self.casts: set[Any] = set()
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self.default_groups = max(set(own), key=own.count) if own else _GROUPS

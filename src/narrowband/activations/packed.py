@@ -66,13 +66,13 @@ class Payload:
         exact: the tensor itself, if it was kept unchanged after the codes were made; it is then used instead of them.
     """
 
-    __slots__ = ("__weakref__", "bits", "codes", "dtype", "exact", "numel", "ranges", "rows")
+    __slots__ = ("__weakref__", "_count", "bits", "codes", "dtype", "exact", "numel", "ranges", "rows")
 
     ranges: Tensor
 
     def __init__(self, rows: Rows, bits: Literal[8, 4, 2], dtype: torch.dtype, codes: Tensor) -> None:
         self.rows, self.bits, self.dtype, self.codes = rows, bits, dtype, codes
-        self.numel = rows.numel
+        self.numel = self._count = rows.numel
         self.exact: Source | None = None
 
     def encode(
@@ -160,21 +160,6 @@ class Payload:
         )  # fmt: skip
         return finite, moved
 
-    def encode_adapting(
-        self, x: Tensor, estimate: Tensor, decay: float, note: Tensor, *, stochastic: bool, seed: int,
-        apart: int | None, standard: Standard | None,
-    ) -> Tensor:  # fmt: skip
-        """Make codes with ranges that the device determines; see :func:`~narrowband.kernels.quantize_rows_adapting`.
-
-        Returns:
-            The new estimate.
-        """
-        self.ranges, learned = kernels.quantize_rows_adapting(
-            x, self.codes, self.rows, estimate, decay, note, drift=drift(decay), jump=WIDE, bits=self.bits,
-            stochastic=stochastic, seed=seed, apart=apart, standard=standard,
-        )  # fmt: skip
-        return learned
-
     @property
     def nbytes(self) -> int:
         """Bytes of the codes, and of the ranges where each sample has its own."""
@@ -187,7 +172,7 @@ class Payload:
         """Decode as :meth:`Source.decode` does, and apply an affine map if one is given."""
         if self.exact is not None and affine is None:
             return self.exact.decode(sizes, dtype)
-        own, wanted, count = self.dtype, dtype or self.dtype, self.rows.numel
+        own, wanted, count = self.dtype, dtype or self.dtype, self._count
         made = own if own in _DIRECT else torch.float32
         if own is torch.float32 and wanted is torch.bfloat16:  # decode and cast in one pass
             own = made = wanted
@@ -339,7 +324,7 @@ def promised(
 
 def _settles(estimates: Estimates, policy: ActivationPolicy, name: str, device: torch.device) -> bool:
     """Whether the device determines the range of a batch by itself, and the host reads the result later."""
-    return ahead(device) and not policy.symmetric and estimates.notes.read(name, at_most=WIDER) <= WIDER
+    return device.type in AHEAD and not policy.symmetric and estimates.notes.read(name, at_most=WIDER) <= WIDER
 
 
 def _adapt(
@@ -352,12 +337,13 @@ def _adapt(
     apart: int | None,
     standard: Standard | None = None,
 ) -> None:
-    """Make codes with a range that the device determines."""
-    seed, rows = estimates.draw(), payload.rows
+    """Make codes with a range that the device determines; see :func:`~narrowband.kernels.quantize_rows_adapting`."""
+    seed, rows, decay = estimates.draw(), payload.rows, estimates.decay
     note = estimates.notes.place(name, x.device)
-    learned = payload.encode_adapting(
-        x, estimate, estimates.decay, note, stochastic=stochastic, seed=seed, apart=apart, standard=standard
-    )
+    payload.ranges, learned = kernels.quantize_rows_adapting(
+        x, payload.codes, rows, estimate, decay, note, drift=drift(decay), jump=WIDE, bits=payload.bits,
+        stochastic=stochastic, seed=seed, apart=apart, standard=standard,
+    )  # fmt: skip
     if by_chance(seed):
         if standard is not None:
             x = payload.decode()

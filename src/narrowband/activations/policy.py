@@ -18,6 +18,7 @@ A policy is data. In TOML it reads::
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -163,12 +164,12 @@ class ActivationPolicy:
                 "Raise min_numel, or lower granularity"
             )
 
-    @property
+    @functools.cached_property
     def neighbours(self) -> int | None:
         """How many neighbouring elements share a range; None: ranges belong to heads, groups or layers."""
         return self.granularity if isinstance(self.granularity, int) else None
 
-    @property
+    @functools.cached_property
     def learns(self) -> bool:
         """Whether ranges are running estimates over batches, and not computed for every tensor."""
         return self.statistics == "running" and self.neighbours is None

@@ -21,6 +21,7 @@ itself, and the host reads what it has to know about a batch during the next one
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Mapping
@@ -67,11 +68,15 @@ class Notes:
 
     def place(self, name: str, device: torch.device) -> Tensor:
         """Return the tensor, of shape (1,), that the device writes its note about the named tensor to."""
-        with self._lock:
-            board = self._boards.get(device)
-            if board is None:
-                board = self._boards[device] = _Board(device)
-            return board.place(name)
+        board = self._boards.get(device)
+        found = None if board is None else board.places.get(name)
+        if found is None:
+            with self._lock:
+                board = self._boards.get(device)
+                if board is None:
+                    board = self._boards[device] = _Board(device)
+                found = board.place(name)
+        return found
 
     def send(self) -> None:
         """Start to copy all notes to the host, without waiting."""
@@ -104,6 +109,7 @@ class _Board:
 
     Attributes:
         values: name → a note that has arrived and has not been read; without zeros.
+        places: name → where the device writes its note.
     """
 
     #: The initial capacity, in names.
@@ -112,19 +118,19 @@ class _Board:
     def __init__(self, device: torch.device) -> None:
         self.values: dict[str, float] = {}
         self._index: dict[str, int] = {}
-        self._places: dict[str, Tensor] = {}
+        self.places: dict[str, Tensor] = {}
         self._there = torch.zeros(self._ROOM, dtype=torch.float32, device=device)
         self._on_its_way: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
     def place(self, name: str) -> Tensor:
-        found = self._places.get(name)
+        found = self.places.get(name)
         if found is None:
             at = self._index.setdefault(name, len(self._index))
             if at >= self._there.numel():
                 self._there = torch.cat((self._there, torch.zeros_like(self._there)))
-                self._places.clear()
-            found = self._places[name] = self._there[at : at + 1]
+                self.places.clear()
+            found = self.places[name] = self._there[at : at + 1]
         return found
 
     def send(self) -> None:
@@ -267,6 +273,7 @@ def ranges(
     return shaped(estimate, symmetric=policy.symmetric)
 
 
+@functools.lru_cache(maxsize=1 << 6)
 def drift(decay: float) -> float:
     """Return the share of its width by which an end of an estimate must move for a tensor to be quantized again.
 

@@ -17,24 +17,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from narrowband.activations.arena import Arena, Pieces
 from narrowband.activations.calls import (
     CHECKPOINT,
     COMPILED,
     CUSTOM,
-    NAMED,
     NO_CALL,
     OTHER,
     ROUGH,
     Call,
     Operator,
-    differentiates_forward,
     saved_by_checkpoint,
     says_what_rounding_does,
 )
 from narrowband.activations.dynamo import is_in_compiled_code
-from narrowband.activations.layout import Arrangement, Cut, neighbours
+from narrowband.activations.layout import Arrangement, neighbours
 from narrowband.activations.modules import Modules
 from narrowband.activations.outliers import Outliers, is_masked
 from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, ahead, promised, quantized
@@ -42,14 +41,13 @@ from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recompute import Normalization, Origin, Original, Recipe, cast_to, original
 from narrowband.activations.scores import bits_of_scores
+from narrowband.activations.sites import Site, Sites
 from narrowband.activations.stats import Saved, SavedBytes
 from narrowband.activations.storages import (
     Storage,
     Storages,
     base_of,
-    has_codes,
     is_cast_of,
-    is_expanded,
     is_of_a_parameter,
     is_plain,
     is_strided,
@@ -65,6 +63,7 @@ class Recorder:
 
     Args:
         modules: the modules of the model, whose parameters and buffers live anyway.
+        sites: what is known beforehand of the tensors that they save.
         policy: which tensors are kept in how many bits.
         estimates: the estimates of the model's ranges.
         pieces: memory for codes.
@@ -82,8 +81,10 @@ class Recorder:
         hooks: pack and unpack, for :class:`torch.autograd.graph.saved_tensors_hooks`.
     """
 
-    def __init__(self, modules: Modules, policy: ActivationPolicy, estimates: Estimates, pieces: Pieces) -> None:
-        self.modules, self.policy, self.estimates = modules, policy, estimates
+    def __init__(
+        self, modules: Modules, sites: Sites, policy: ActivationPolicy, estimates: Estimates, pieces: Pieces
+    ) -> None:
+        self.modules, self.sites, self.policy, self.estimates = modules, sites, policy, estimates
         self.saved = Saved()
         self.arena = Arena(pieces)
         self.packed = self.between_graphs = 0
@@ -272,68 +273,63 @@ class Recorder:
             self.storages.of(y).has_recipe(values_of(y, arrangement), recipe)
 
     def _recipe_before_cast(
-        self, x: Tensor, arrangement: Arrangement, storage: Storage, values: tuple[Any, ...]
+        self, x: Tensor, base: Tensor, arrangement: Arrangement, storage: Storage, values: tuple[Any, ...]
     ) -> Recipe | None:
-        """Return how to recompute a tensor that autocast made, by the recipe of the tensor before the cast; or None."""
-        operand = self._operand_before_cast(x, arrangement)
-        if operand is None:
-            return None
-        before = self.storages.of(operand).recipe(values_of(operand, Arrangement.of(operand)))
-        if before is None:
-            return None
-        recipe = Recipe(cast_to(x.dtype), before.derivation)
-        storage.has_recipe(values, recipe)
-        return recipe
-
-    def _operand_before_cast(self, x: Tensor, arrangement: Arrangement) -> Tensor | None:
-        """Return the operand of the running operator that autocast cast to this tensor or to its base; or None."""
-        base = base_of(x)
-        node = base.grad_fn
+        """Return how to recompute a tensor from the recipe of the operand that autocast cast to it, or to its base; or
+        None.
+        """
         if (
-            node is None
-            or node.name() != "ToCopyBackward0"
-            or x._version != 0
+            x._version != 0
             or not arrangement.without_gaps
             or (x.numel(), x.storage_offset()) != (base.numel(), base.storage_offset())
         ):
             return None
-        before = node.next_functions[0]
+        node: Any = base.grad_fn
+        before, form = node.next_functions[0], Arrangement.of(base)
         for given in self.call.operands():
-            if (given.grad_fn, given.output_nr) == before and Arrangement.of(given) == Arrangement.of(base):
-                return given
+            if (given.grad_fn, given.output_nr) == before and Arrangement.of(given) == form:
+                known = self.storages.of(given).recipe(values_of(given, form))
+                if known is None:
+                    return None
+                recipe = Recipe(cast_to(x.dtype), known.derivation)
+                storage.has_recipe(values, recipe)
+                return recipe
         return None
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def pack(self, x: Tensor) -> Exact | Packed:
         """Decide what to keep of a tensor that autograd saves, and return it."""
-        operator, module = self.place()
-        place, kind = (operator.name, module), type(x)
-        if (kind is not Tensor and kind is not nn.Parameter) or not is_strided(x) or differentiates_forward():
+        kind, call, at_work = type(x), self.call, self._at_work
+        operator, module = (call.operator, at_work[-1][1]) if call.operator and at_work else self.place()
+        place = operator.name, module
+        if (kind is not Tensor and kind is not nn.Parameter) or not is_strided(x) or forward_ad._current_level >= 0:
             return Exact(x, place)
-        storage = self.storages.of(x)
-        if is_of_a_parameter(x):  # of a parameter that was created after the pass began
-            storage.lives = storage.counted = True
+        storage, base = self.storages.of(x), x._base
+        if type(x if base is None else base) is not Tensor and is_of_a_parameter(x):
+            storage.lives = storage.counted = True  # of a parameter that was created after the pass began
         if storage.lives:
             return Exact(x, place)
         nbytes = x.untyped_storage().nbytes()
         if nbytes == 0:
             return Exact(x, place)
-        plain, tallies = storage.count(nbytes), self._tallies.get(place)
+        plain, tallies = 0 if storage.counted else nbytes, self._tallies.get(place)
+        storage.counted = True
         if tallies is None:
             tallies = self._tallies[place] = self.saved.tallies(*place)
         # The number of this tensor among those that the operator saves in this module; each number has its own
         # estimates. Tensors that are kept unchanged count, too, so that names do not depend on sizes.
         nth = self._counts[place] = self._counts.get(place, -1) + 1
-        bits = self.modules.bits(place)
-        if bits != "off" and x.numel() >= self.policy.min_numel and not storage.is_exact:
+        keeper = storage.exact
+        is_exact = keeper is not None and keeper() is not None
+        if x.numel() >= self.policy.min_numel and operator is not ROUGH and not is_exact:
             begin = time.perf_counter()
-            arrangement = Arrangement.of(x)
-            source, added = self._source(x, arrangement, storage, operator, module, nth, bits)
+            site = self.sites.of(x, call, operator, module, nth)
+            source, added = self._source(x, site, storage)
             if source is not None:
                 if operator is CHECKPOINT and source.bits != Original.bits:
                     says_what_rounding_does()
-                packed = Packed(x, arrangement, source, place, tallies, gaps=operator is CHECKPOINT)
+                packed = Packed(x, site.arrangement, source, place, tallies, gaps=operator is CHECKPOINT)
                 self.packed += 1
                 taken = time.perf_counter() - begin
                 for tally in tallies:
@@ -342,10 +338,10 @@ class Recorder:
                     tally.seconds += taken
                 return packed
         exact = Exact(x, place)
-        kept = 0 if storage.is_exact else nbytes
+        kept = 0 if is_exact else nbytes
         if kept:
             storage.exact = weakref.ref(exact)
-        if storage.has_codes:
+        if storage.payloads is not None:
             self._spare_codes(x, storage, exact)
         if plain or kept:
             for tally in tallies:
@@ -371,88 +367,78 @@ class Recorder:
             x = base_of(output)
             operator = None if x.grad_fn is None else _PROBABILITIES.get(x.grad_fn.name())
             storage = self.storages.of(x)
-            if operator is not None and storage.has_codes and not storage.is_exact:
+            if operator is not None and storage.payloads is not None and not storage.is_exact:
                 exact = Exact(x, (operator, ""))
                 self._spare_codes(x, storage, exact)
                 storage.exact = weakref.ref(exact)
                 self.saved.add(operator, "", 0, x.untyped_storage().nbytes())
 
-    def _source(
-        self,
-        x: Tensor,
-        arrangement: Arrangement,
-        storage: Storage,
-        operator: Operator,
-        module: str,
-        nth: int,
-        bits: Literal[8, 4, 2],
-    ) -> tuple[Source | None, int]:
+    def _source(self, x: Tensor, site: Site, storage: Storage) -> tuple[Source | None, int]:
         """Return the codes of a tensor, or how to recompute it; and how many more bytes are kept for it.
 
         None instead of codes means: keep the tensor unchanged.
         """
-        if operator is COMPILED:  # between graphs the operator is not known
-            self.between_graphs += 1
+        bits, operator, arrangement = site.bits, site.operator, site.arrangement
+        if bits == "off":
             return None, 0
-        if (
-            operator is ROUGH
-            or (operator is NAMED and not self.policy.names(operator.name, module))
-            or not self._at_work
-            or not has_codes(x)
-            or (not arrangement.without_gaps and is_expanded(x))
-            or self.call.is_statistic(x, operator)
-        ):
+        self.between_graphs += operator is COMPILED
+        if not site.takes_codes or not self._at_work or x.is_meta or x.is_neg() or x.is_inference():
             return None, 0
-        needed = self._bits_of_scores(module, nth, bits) if operator.name == "attention" else bits
+        if site.may_be_mask and self.call.is_mask(x):
+            return None, 0
+        needed = self._bits_of_scores(site, bits) if operator.name == "attention" else bits
         if self._extreme or not needed:
-            self.saved.add(operator.name, module, 0, 0, outliers=1)
+            self.saved.add(operator.name, site.module, 0, 0, outliers=1)
             return None, 0
         bits = needed
-        values = values_of(x, arrangement)
-        payload = storage.payload(values)
+        values = x.storage_offset(), x._version, x.dtype, site.elements
+        payload = None if storage.payloads is None else storage.payload(values)
         if payload is not None and payload.bits >= bits:
             return payload, 0
-        recipe = storage.recipe(values)
+        recipe = None if storage.recipes is None else storage.recipe(values)
         if recipe is None:
-            parameter = self.call.parameter_before_cast(x, (operator, module, nth), self.modules.casts)
-            if parameter is not None:  # the parameter lives anyway, and backward can cast it again
-                there = is_cast_of(x, arrangement, parameter)
-                return Original(Exact(parameter, (operator.name, module)), x.dtype) if there else None, 0
-            recipe = self._recipe_before_cast(x, arrangement, storage, values)
+            if site.may_be_parameter:
+                key = operator, site.module, site.nth
+                parameter = self.call.parameter_before_cast(x, key, self.modules.casts)
+                if parameter is not None:  # the parameter lives anyway, and backward can cast it again
+                    there = is_cast_of(x, arrangement, parameter)
+                    return Original(Exact(parameter, site.place), x.dtype) if there else None, 0
+            base = x if x._base is None else x._base
+            node = base.grad_fn
+            if node is not None and node.name() == "ToCopyBackward0":
+                recipe = self._recipe_before_cast(x, base, arrangement, storage, values)
         derivation = None if recipe is None else recipe.derivation()
         if derivation is not None and derivation.bits >= bits:
             return derivation, derivation.count()
-        name = f"{module}:{operator.name}:{nth}"
         normalization = self.normalization
         if normalization is not None and normalization.takes(x):
-            name += ":normalized"
-            payload = self._promised(x, arrangement, operator, name, module, bits, normalization)
+            name = site.name + ":normalized"
+            payload = self._promised(x, site, name, bits, normalization)
             if payload is None:
                 with torch.no_grad():
                     n = normalization.normalized(x)
-                payload = self._quantized(n, operator, name, module, bits, of=x)
+                payload = self._quantized(n, site, name, bits, of=x)
             if payload is None:
                 return None, 0
             normalization.origin = weakref.ref(payload)
             recipe = Recipe(normalization.input(x), normalization.origin)
             storage.has_recipe(values, recipe)
             return recipe.derivation(), payload.nbytes
-        payload = self._quantized(x, operator, name, module, bits, of=x)
+        payload = self._quantized(x, site, site.name, bits, of=x)
         if payload is None:
             return None, 0
         storage.has_payload(values, payload)
         return payload, payload.nbytes
 
-    def _bits_of_scores(self, module: str, nth: int, bits: Literal[8, 4, 2]) -> Literal[8, 4, 2, 0]:
+    def _bits_of_scores(self, site: Site, bits: Literal[8, 4, 2]) -> Literal[8, 4, 2, 0]:
         """Return the bits for what fused attention saves: more than ``bits``, or 0, where scores are too large."""
         call = self.call
         if call.bits is None:
-            name = f"{module}:attention:{nth}:scores"
-            call.bits = bits_of_scores(call, bits, self.policy, self.estimates, name)
+            call.bits = bits_of_scores(call, bits, self.policy, self.estimates, site.name + ":scores")
         return call.bits
 
     def _quantized(
-        self, x: Tensor | None, operator: Operator, name: str, module: str, bits: Literal[8, 4, 2], *, of: Tensor
+        self, x: Tensor | None, site: Site, name: str, bits: Literal[8, 4, 2], *, of: Tensor
     ) -> Payload | None:
         """Return the codes of ``x``; None where it has outliers, or ``x`` is None. None is counted as an outlier.
 
@@ -460,52 +446,43 @@ class Recorder:
         """
         made: Payload | Outliers = Outliers(extreme=True)
         if x is not None:
-            policy, arrangement = self.policy, Arrangement.of(x)
-            count, apart, lines = policy.neighbours, None, x
-            if count is None and operator is CHECKPOINT and policy.granularity == "group":
-                count = arrangement.neighbours
+            count, apart, lines = site.neighbours, None, x
             if count is not None:
-                lines, rows = neighbours(arrangement.flat(x.detach()), count)
+                lines, rows = neighbours(Arrangement.of(x).flat(x.detach()), count)
             else:
-                rows, apart = self._cut(x, arrangement, operator, module)
+                rows, apart = site.cut(x, self.call)
                 if apart is None:
-                    lines = arrangement.lines(x.detach(), rows)
+                    lines = Arrangement.of(x).lines(x.detach(), rows)
             if x.dtype is torch.float16:
                 if apart is not None:
-                    lines, apart = arrangement.lines(x.detach(), rows), None
+                    lines, apart = Arrangement.of(x).lines(x.detach(), rows), None
                 lines = lines.float()
             made = quantized(
-                lines, rows, bits, x.dtype, self.arena, policy, self.estimates, name, own=count is not None,
+                lines, rows, bits, x.dtype, self.arena, self.policy, self.estimates, name, own=count is not None,
                 apart=apart,
             )  # fmt: skip
-            if isinstance(made, Payload):
+            if type(made) is Payload:
                 made.numel = x.numel()
-        if isinstance(made, Payload):
-            return made
+                return made
+        assert isinstance(made, Outliers)
         # Extreme values say nothing of other tensors where the tensor has no gradient, since no parameter took part in
         # it, or where they are the −inf of a mask.
         self._extreme |= made.extreme and of.requires_grad and not is_masked(of)
-        self.saved.add(operator.name, module, 0, 0, outliers=1)
+        self.saved.add(*site.place, 0, 0, outliers=1)
         return None
 
     def _promised(
-        self,
-        x: Tensor,
-        arrangement: Arrangement,
-        operator: Operator,
-        name: str,
-        module: str,
-        bits: Literal[8, 4, 2],
-        normalization: Normalization,
+        self, x: Tensor, site: Site, name: str, bits: Literal[8, 4, 2], normalization: Normalization
     ) -> Payload | None:
         """Return a payload for a tensor's normalized form, to be filled when the operator has computed its statistics.
 
         Returns None where the host has to look at the normalized form first.
         """
+        arrangement = site.arrangement
         direct = x.dtype is not torch.float16 and arrangement.is_usual and arrangement.without_gaps
         if not direct or not ahead(x.device):
             return None
-        rows, apart = self._cut(x, arrangement, operator, module)
+        rows, apart = site.cut(x, self.call)
         assert apart is not None
         made = promised(x, rows, bits, self.arena, self.policy, self.estimates, name, apart)
         if made is None:
@@ -513,26 +490,9 @@ class Recorder:
         payload, normalization.owed = made
         return payload
 
-    def _cut(self, x: Tensor, arrangement: Arrangement, operator: Operator, module: str) -> Cut:
-        """Return how a tensor is cut into rows, from a cache. Its key has all that may change from pass to pass."""
-        policy, node = self.policy, x.grad_fn if operator.kind == "either" else None
-        forms = self.call.forms() if operator.name == "matmul" or policy.statistics == "sample" else ()
-        key = operator, module, x.shape, x.stride(), forms, None if node is None else node.name()
-        found = self.modules.cuts.get(key)
-        if found is None:
-            modules = self.modules
-            grouping = self.call.grouping(x, operator, policy, modules.heads(module), modules.default_groups)
-            samples = self.call.samples(x, grouping) if policy.statistics == "sample" else 1
-            if len(modules.cuts) >= _CUTS:  # sizes vary so much that most of them will not recur
-                modules.cuts.clear()
-            found = modules.cuts[key] = Cut.of(x, arrangement, arrangement.rows(grouping, samples=samples))
-        return found
-
 
 #: Autograd nodes of operators that return probabilities → the operator's name in a policy.
 _PROBABILITIES = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "other"}
-#: The size of the cache of cuts.
-_CUTS = 1 << 14
 
 
 @unseen

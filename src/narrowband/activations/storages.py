@@ -22,7 +22,7 @@ __all__ = [
     "Storage",
     "Storages",
     "base_of",
-    "has_codes",
+    "has_codes_of",
     "is_cast_of",
     "is_expanded",
     "is_of_a_parameter",
@@ -40,59 +40,50 @@ _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped
 class Storage:
     """What is known about one storage. During a pass it may be freed, and its address used again.
 
+    Args:
+        reference: a weak reference to the storage, which belongs to :class:`Storages`.
+
     Attributes:
         lives: whether the storage lives anyway, as those of parameters and the model's inputs do.
         counted: whether its bytes have been counted.
         exact: the tensor by which the whole storage is kept unchanged, if there is one.
+        payloads: key of :func:`values_of` → codes. None for most storages, which have none.
+        recipes: likewise, how to recompute tensors.
     """
 
-    __slots__ = ("_payloads", "_recipes", "_reference", "counted", "exact", "lives")
+    __slots__ = ("counted", "exact", "lives", "payloads", "recipes", "reference")
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference = _UNTYPED._weak_ref(storage)  # as torch.multiprocessing's StorageWeakRef uses it
+    def __init__(self, reference: int) -> None:
+        self.reference = reference
         self.lives = False
         self.counted = False
         self.exact: weakref.ref[Exact] | None = None
-        #: Key of :func:`values_of` → codes, or recipe. None for most storages, which have neither.
-        self._payloads: dict[tuple[Any, ...], weakref.ref[Payload]] | None = None
-        self._recipes: dict[tuple[Any, ...], Recipe] | None = None
-
-    @property
-    def is_freed(self) -> bool:
-        """Whether the storage has been freed."""
-        return bool(_UNTYPED._expired(self._reference))
-
-    def __del__(self, _free: Callable[[int], None] = _UNTYPED._free_weak_ref) -> None:
-        _free(self._reference)  # bound as a default argument, since a process that exits clears modules first
+        self.payloads: dict[tuple[Any, ...], weakref.ref[Payload]] | None = None
+        self.recipes: dict[tuple[Any, ...], Recipe] | None = None
 
     @property
     def is_exact(self) -> bool:
         """Whether the whole storage is kept unchanged."""
         return self.exact is not None and self.exact() is not None
 
-    @property
-    def has_codes(self) -> bool:
-        """Whether codes were made of any tensor in the storage."""
-        return self._payloads is not None
-
     def payload(self, values: tuple[Any, ...]) -> Payload | None:
         """Return the codes of these values; None where there are none, or nothing keeps them any more."""
-        found = None if self._payloads is None else self._payloads.get(values)
+        found = None if self.payloads is None else self.payloads.get(values)
         return None if found is None else found()
 
     def has_payload(self, values: tuple[Any, ...], payload: Payload) -> None:
         """Note the codes of these values."""
-        self._payloads = self._payloads or {}
-        self._payloads[values] = weakref.ref(payload)
+        self.payloads = self.payloads or {}
+        self.payloads[values] = weakref.ref(payload)
 
     def recipe(self, values: tuple[Any, ...]) -> Recipe | None:
         """Return how to recompute these values; None where that is not known."""
-        return None if self._recipes is None else self._recipes.get(values)
+        return None if self.recipes is None else self.recipes.get(values)
 
     def has_recipe(self, values: tuple[Any, ...], recipe: Recipe) -> None:
         """Note how to recompute these values."""
-        self._recipes = self._recipes or {}
-        self._recipes[values] = recipe
+        self.recipes = self.recipes or {}
+        self.recipes[values] = recipe
 
     def count(self, nbytes: int) -> int:
         """Mark the storage as counted. Return ``nbytes`` the first time, and 0 from then on."""
@@ -115,10 +106,19 @@ class Storages:
     def of(self, x: Tensor) -> Storage:
         """Return the storage that a tensor lies in."""
         storage = x.untyped_storage()
-        found = self._by_address.get(storage._cdata)
-        if found is None or found.is_freed:
-            found = self._by_address[storage._cdata] = Storage(storage)
+        address = storage._cdata
+        found = self._by_address.get(address)
+        if found is not None:
+            if not _UNTYPED._expired(found.reference):
+                return found
+            _UNTYPED._free_weak_ref(found.reference)
+        # As torch.multiprocessing's StorageWeakRef does it.
+        found = self._by_address[address] = Storage(_UNTYPED._weak_ref(storage))
         return found
+
+    def __del__(self, _free: Callable[[int], None] = _UNTYPED._free_weak_ref) -> None:
+        for storage in self._by_address.values():
+            _free(storage.reference)  # bound as a default argument, since a process that exits clears modules first
 
     def live(self, tensors: Iterable[Any]) -> None:
         """Note that tensors live anyway and need not be counted. Skip other objects, and tensors without memory."""
@@ -149,12 +149,12 @@ def is_strided(x: Tensor) -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Whether codes can be made of a tensor: it is strided, has dimensions, and a dtype that kernels take."""
-    return is_strided(x) and has_codes(x)
+    return is_strided(x) and has_codes_of(x.dtype, x.dim()) and not (x.is_meta or x.is_neg() or x.is_inference())
 
 
-def has_codes(x: Tensor) -> bool:
-    """Whether codes can be made of a tensor that is known to be strided."""
-    return x.dtype in _FLOATING and x.dim() > 0 and not x.is_meta and not x.is_neg() and not x.is_inference()
+def has_codes_of(dtype: torch.dtype, dim: int) -> bool:
+    """Whether codes can be made of strided tensors of this dtype and number of dimensions."""
+    return dtype in _FLOATING and dim > 0
 
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
