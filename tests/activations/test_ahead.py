@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import narrowband as nb
 from narrowband import kernels
 from narrowband.activations import packed
 from narrowband.activations.ranges import Notes
+from narrowband.kernels.backends import Backend
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +66,68 @@ def test_nothing_is_asked_of_the_device_but_once(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "item", lambda _: pytest.fail("the host waits"))
     for _ in range(3):
         gradients(layers, x, saving)
+
+
+def _of_notes(x: torch.Tensor) -> list[float]:
+    """What has arrived of notes; all else would be asked of the device."""
+    assert x.dtype is torch.float32
+    found: list[float] = x.numpy().tolist()
+    return found
+
+
+OWN = [{"decay": 0}, {"statistics": "sample"}, {"granularity": 64}, {"statistics": "sample", "symmetric": True}]
+
+
+@pytest.mark.parametrize("options", OWN, ids=str)
+def test_where_batches_have_their_own_ranges_nothing_is_asked_but_once_and_codes_are_the_same(options, monkeypatch):
+    if find_spec("triton") is None and options not in OWN[:2]:
+        pytest.skip("Triton is not installed")
+    outcomes = []
+    for ahead in (set(), {"cpu"}):
+        with monkeypatch.context() as patch:
+            patch.setattr(packed, "AHEAD", ahead)
+            layers, generator = model(), torch.Generator().manual_seed(1)
+            saving = nb.compress_activations(layers, bits=4, **options)
+            found = []
+            for step in range(4):
+                x = torch.randn(64, 64, generator=generator) * (1 + step)  # of other ranges each time
+                found.append(gradients(layers, x, saving))
+                if not ahead:
+                    continue
+                for where, what in (torch.Tensor, "__bool__"), (torch.Tensor, "item"), (kernels, "learn_ranges"):
+                    patch.setattr(where, what, lambda *_: pytest.fail("the host waits"))
+                patch.setattr(torch.Tensor, "tolist", _of_notes)
+                if options not in OWN[:2]:  # a GPU's loop, which need not ask how often to try
+                    own = Backend("narrowband.kernels.cuda").centred_steps
+                    patch.setattr(kernels, "centred_steps", own)
+            outcomes.append(found)
+    for found, expected in zip(*outcomes, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("options", [{"decay": 0}, {"statistics": "sample"}, {"granularity": 64}], ids=str)
+def test_where_batches_have_their_own_ranges_what_is_not_finite_is_looked_at_in_the_next_step(options):
+    copied = nn.Identity()
+    copied.forward = lambda x: x * 1.0
+    layers = nn.Sequential(copied, model())
+    saving = nb.compress_activations(layers, bits=8, **options)
+
+    def outliers(x: torch.Tensor) -> int:
+        with saving as saved:
+            loss = layers(x).square().mean()
+        loss.backward()
+        return saved.outliers
+
+    x = torch.randn(64, 64)
+    bad = x.clone()
+    bad[3, 5] = math.inf
+    found = [bool(outliers(each)) for each in (x, x, bad, bad, bad, x, x)]
+    # Codes of the first one were made before anybody could know.
+    assert found[:4] == [False, False, False, True]
+    assert found[5:] == [False, False]
+    if "decay" not in options:  # until one is good
+        assert found[4]
+    assert gradients(layers, x, saving).isfinite().all()
 
 
 def test_of_frozen_layers_nothing_is_asked_but_once(monkeypatch):

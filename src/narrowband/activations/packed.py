@@ -8,7 +8,8 @@ see :mod:`narrowband.kernels.outliers`.
 On a GPU, the host would have to wait for each tensor to apply these rules. There the device determines a batch's ranges
 by itself, and the host reads the result one batch later: if a tensor was more than twice (:data:`WIDER`) as wide as its
 estimate, or had outliers, the host checks the next batch as on a CPU. Until then the tensor has its own range and the
-bits of the policy, and values that are not finite decode to NaN.
+bits of the policy, and values that are not finite decode to NaN. Where each batch has its own ranges anyway, the device
+looks for outliers in every batch, and the host checks the next ones until one is good.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from narrowband import kernels
 from narrowband.activations.graph_codes import around_zero, is_sparse
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.outliers import EXTREME, Outliers
-from narrowband.activations.ranges import JUMP, WIDE, Estimates, centred, drift, ranges, shaped
+from narrowband.activations.ranges import JUMP, WIDE, Estimates, drift, ranges, shaped
 from narrowband.kernels import Affine, Rows, Standard
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ class Payload:
         """
         if symmetric:
             middle = (1 << self.bits - 1) - 1
-            step = centred(alpha / (2 * middle), middle)
+            step = alpha / (2 * middle)
+            step = kernels.centred_steps(step, torch.full_like(step, middle))
             low = step * -middle
         else:
             low, step = beta, alpha / ((1 << self.bits) - 1)
@@ -120,7 +122,7 @@ class Payload:
         some = x_GM[:, :: max(1, x_GM.shape[1] // _LOOKED_AT)]
         sparse = is_sparse(some, step[:, None], self.bits).view(-1)
         zero, wide = around_zero(low, low + alpha, (1 << self.bits) - 1)
-        wide = centred(wide, zero)
+        wide = kernels.centred_steps(wide, zero)
         return torch.where(sparse, -zero * wide, low), torch.where(sparse, wide, step)
 
     def encode_learning(
@@ -221,25 +223,35 @@ def quantized(
         own: compute ranges from this tensor alone, each of so few neighbours that outliers need no check.
         apart: the distance of lines of rows in memory, in elements, where ``x`` is the tensor itself.
     """
-    learns = policy.learns and not own
-    estimate = estimates.get(name, rows.groups, x.device) if learns else None
+    learns, device = policy.learns and not own, x.device
+    estimate = estimates.get(name, rows.groups, device) if learns else None
     stochastic = policy.rounding == "stochastic"
-    if estimate is not None and _settles(estimates, policy, name, x.device):
+    settles = _settles(estimates, name, device) and not (learns and policy.symmetric)
+    if estimate is not None and settles:
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
         _adapt(payload, x, estimate, stochastic, estimates, name, apart)
         return payload
     estimates.notes.read(name)  # clears the note: this batch is checked
+    if not estimates.decay:
+        estimate = None  # each batch has its own range
     if apart is not None and (estimate is None or policy.symmetric):
         x, apart = _lines(x, rows, apart), None
     if estimate is None:
         low, high = kernels.row_extremes(x, rows)
-        if not bool(torch.isfinite(2 * torch.maximum(high, -low)).all()):
-            return Outliers(extreme=True)
-        if not own:
-            width = high - low
-            dwarfed, extreme = kernels.dwarfed_rows(x, rows, torch.stack((width, width / EXTREME))).tolist()
-            if dwarfed:
-                return Outliers(extreme)
+        width, whole = high - low, torch.isfinite(2 * torch.maximum(high, -low)).all()
+        if settles and name in estimates.good:
+            bad = ~whole if own else kernels.dwarfed_rows(x, rows, width[None]) | ~whole
+            estimates.notes.place(name, device).masked_fill_(bad, math.inf)
+        else:
+            estimates.good.discard(name)
+            if not bool(whole):
+                return Outliers(extreme=True)
+            if not own:
+                dwarfed, extreme = kernels.dwarfed_rows(x, rows, torch.stack((width, width / EXTREME))).tolist()
+                if dwarfed:
+                    return Outliers(extreme)
+            if not learns:
+                estimates.good.add(name)
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
         alpha, beta = ranges(low, high, policy, estimates, name if learns else None)
         payload.encode(
@@ -311,7 +323,7 @@ def promised(
         tensor.
     """
     estimate = estimates.get(name, rows.groups, x.device) if policy.learns else None
-    if estimate is None or not _settles(estimates, policy, name, x.device):
+    if estimate is None or policy.symmetric or not _settles(estimates, name, x.device):
         return None
     payload = Payload(rows, bits, x.dtype, arena.take(rows.nbytes(bits), x.device))
     stochastic = policy.rounding == "stochastic"
@@ -322,9 +334,9 @@ def promised(
     return payload, keep
 
 
-def _settles(estimates: Estimates, policy: ActivationPolicy, name: str, device: torch.device) -> bool:
+def _settles(estimates: Estimates, name: str, device: torch.device) -> bool:
     """Whether the device determines the range of a batch by itself, and the host reads the result later."""
-    return device.type in AHEAD and not policy.symmetric and estimates.notes.read(name, at_most=WIDER) <= WIDER
+    return device.type in AHEAD and estimates.notes.read(name, at_most=WIDER) <= WIDER
 
 
 def _adapt(
@@ -339,12 +351,13 @@ def _adapt(
 ) -> None:
     """Make codes with a range that the device determines; see :func:`~narrowband.kernels.quantize_rows_adapting`."""
     seed, rows, decay = estimates.draw(), payload.rows, estimates.decay
+    far = drift(decay) if decay else -1.0  # without a decay each batch has its own range, and there is no estimate
     note = estimates.notes.place(name, x.device)
     payload.ranges, learned = kernels.quantize_rows_adapting(
-        x, payload.codes, rows, estimate, decay, note, drift=drift(decay), jump=WIDE, bits=payload.bits,
+        x, payload.codes, rows, estimate, decay, note, drift=far, jump=WIDE, bits=payload.bits,
         stochastic=stochastic, seed=seed, apart=apart, standard=standard,
     )  # fmt: skip
-    if by_chance(seed):
+    if not decay or by_chance(seed):
         if standard is not None:
             x = payload.decode()
         elif apart is not None:

@@ -35,7 +35,7 @@ from narrowband import kernels
 if TYPE_CHECKING:
     from narrowband.activations.policy import ActivationPolicy
 
-__all__ = ["DRIFT", "JUMP", "WIDE", "Estimates", "Notes", "centred", "drift", "ranges", "shaped"]
+__all__ = ["DRIFT", "JUMP", "WIDE", "Estimates", "Notes", "drift", "ranges", "shaped"]
 
 #: The share of a range's width by which an end may differ from equations 6 and 7.
 DRIFT = 0.02
@@ -44,8 +44,6 @@ DRIFT = 0.02
 WIDE = 1.25
 #: A batch that is more than this many times as wide as its estimate gets 8 bits.
 JUMP = 4
-#: The most attempts of :func:`centred`. About half of all steps miss the middle by one bit.
-_TRIES = 64
 
 
 class Notes:
@@ -169,6 +167,8 @@ class Estimates:
         self.draws = 0
         #: A batch's width over that of its estimate, infinite for a batch with outliers; errors of attention scores.
         self.notes = Notes()
+        #: Names of tensors that have no running range, and had no outliers when the host last looked.
+        self.good: set[str] = set()
         self._ranges: dict[str, Tensor] = {}  # (2, groups): α, β
         self._numbers: dict[str, float] = {}  # those of _ranges that :meth:`see` stored
         self._lock = threading.Lock()
@@ -180,9 +180,9 @@ class Estimates:
             return self.seed << 32 | self.draws
 
     def get(self, name: str, groups: int, device: torch.device) -> Tensor | None:
-        """Return the estimate, (2, groups): α, β. None where there is none yet, or the decay is 0."""
+        """Return the estimate, (2, groups): α, β. None where there is none yet."""
         estimate = self._ranges.get(name)
-        if not self.decay or estimate is None or estimate.shape[1] != groups:
+        if estimate is None or estimate.shape[1] != groups:
             return None
         if estimate.device != device:
             moved = estimate.to(device)
@@ -289,18 +289,3 @@ def shaped(estimate: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
         return alpha, beta
     beta = -torch.maximum(alpha + beta, -beta)
     return -2 * beta, beta
-
-
-def centred(step: Tensor, middle: int | Tensor) -> Tensor:
-    """Return steps, hardly larger than those given, with which kernels encode zero exactly as the code ``middle``.
-
-    A correction is needed since kernels multiply by 1 / step, which is rounded.
-    """
-    step = torch.where(step < torch.finfo(torch.float32).tiny, 0.0, step)
-    for _ in range(_TRIES):
-        missed = (middle * step) * (1 / step) != middle
-        missed &= step > 0
-        if not bool(missed.any()):
-            break
-        step = torch.where(missed, step * (1 + 2.0**-20), step)
-    return step

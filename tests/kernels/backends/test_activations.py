@@ -68,6 +68,20 @@ def test_rows_of_activations(
     assert_all_same(decoded)
 
 
+@given(count=st.integers(0, 600), bits=st.sampled_from([2, 4, 8]), kind=st.sampled_from(KINDS), seed=seeds)
+@settings(max_examples=examples(20), deadline=None)
+def test_steps_are_widened_until_a_code_is_zero(count: int, bits: int, kind: str, seed: int) -> None:
+    middle = torch.randint(1 << bits, (count,), generator=torch.Generator().manual_seed(seed)).float()
+    step = make(kind, count, seed % 2**32).abs()
+    given = [(place(backend, step), place(backend, middle)) for backend in BACKENDS]
+    found = [back([backend.centred_steps(*own)]) for backend, own in zip(BACKENDS, given, strict=True)]
+    assert_all_same(found)
+    ((steps, *_), *_) = found
+    usual = step.isfinite() & (step > 2.0**-100) & (step < 2.0**100)
+    assert torch.equal((middle * steps * (1 / steps))[usual], middle[usual])
+    assert bool(((steps >= step) & (steps < step * 1.0001))[usual].all())
+
+
 @given(
     outer=st.integers(1, 40), groups=st.sampled_from([1, 2, 3, 7]), inner=st.sampled_from([1, 16, 40, 64, 192, 3000]),
     kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]), stochastic=st.booleans(),

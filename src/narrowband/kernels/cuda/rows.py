@@ -35,6 +35,7 @@ from narrowband.kernels.cuda.common import (
 from narrowband.kernels.cuda.launching import Launch, kernel, run
 from narrowband.kernels.reference import rows as reference
 from narrowband.kernels.reference.rows import affine_rows, learning
+from narrowband.kernels.rows import TRIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from narrowband.kernels.rows import Affine, Rows, Standard
 
 __all__ = [
+    "centred_steps",
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
@@ -263,6 +265,17 @@ def _learn(estimates, lows, highs, learned, seen, groups, decay, rest, WIDTH: tl
 
 
 @counting
+def _centre(steps, middles, out, count, TRIES: tl.constexpr, WIDTH: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    step, middle = tl.load(steps + i, mask=i < count, other=0.0), tl.load(middles + i, mask=i < count, other=0.0)
+    step = tl.where(step < TINY, 0.0, step)
+    for _ in range(TRIES):
+        missed = (middle * step) * tl.div_rn(tl.zeros_like(step) + 1.0, step) != middle
+        step = tl.where(missed & (step > 0.0), step * (1 + 2.0**-20), step)
+    tl.store(out + i, step, mask=i < count)
+
+
+@counting
 def _quantize_group(
     x, out, mean, deviation, estimates, made, outer, groups, inner, apart, stride, blocks, workers, turns, pieces,
     levels, folded,
@@ -396,6 +409,8 @@ def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
     return x.contiguous(), line
 
 
+#: Steps per program of :func:`centred_steps`.
+_STEPS = 256
 #: The narrowest tile of rows that are divided into several tiles without a rest.
 _NARROW = 64
 
@@ -503,6 +518,12 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
     run(_learn, programs, *arrays, learned, seen, groups, float(decay), 1.0 - decay, on=estimates, WIDTH=BLOCK)
     far, infinite = seen.amax(1).tolist()
     return learned, not infinite, far
+
+
+def centred_steps(step: Tensor, middle: Tensor) -> Tensor:
+    out, programs = torch.empty_like(step), -(-step.numel() // _STEPS)
+    run(_centre, programs, step, middle, out, step.numel(), on=step, TRIES=TRIES, WIDTH=_STEPS)
+    return out
 
 
 quantize_rows_learning = functools.partial(learning, quantize_rows_extremes, learn_ranges)

@@ -17,6 +17,7 @@ from narrowband.kernels.reference.common import (
     uniform,
     unpack_codes,
 )
+from narrowband.kernels.rows import TRIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from narrowband.kernels.rows import Affine, Rows, Standard
 
 __all__ = [
+    "centred_steps",
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
@@ -176,6 +178,17 @@ def dequantize_rows(
         packed = codes[first * stride : last * stride].view(last - first, stride)
         value_RI = unpack_codes(packed, bits, rows.inner).to(torch.float32)
         _rows_of(out, rows, first, last).copy_(value_RI.mul_(step[range_R, None]).add_(low[range_R, None]))
+
+
+def centred_steps(step: Tensor, middle: Tensor) -> Tensor:
+    step = torch.where(step < TINY, 0.0, step)
+    for _ in range(TRIES):
+        missed = (middle * step) * (1 / step) != middle
+        missed &= step > 0
+        if not bool(missed.any()):
+            break
+        step = torch.where(missed, step * (1 + 2.0**-20), step)
+    return step
 
 
 def affine_rows(
