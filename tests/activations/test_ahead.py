@@ -14,6 +14,7 @@ from narrowband import kernels
 from narrowband.activations import packed
 from narrowband.activations.ranges import Notes
 from narrowband.kernels.backends import Backend
+from narrowband.kernels.reference import rows as reference
 
 
 @pytest.fixture(autouse=True)
@@ -42,22 +43,28 @@ def off(layers: nn.Module, x: torch.Tensor, saving: nb.ActivationCompression) ->
     return ((gradients(layers, x, saving) - exact).norm() / exact.norm()).item()
 
 
-def test_gradients_are_those_of_a_host_that_waits(monkeypatch):
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_gradients_are_those_of_a_host_that_waits(symmetric, monkeypatch):
     """While no range jumps, codes are the same, but for groups: each is judged by itself."""
     errors = []
     for ahead in ({"cpu"}, set()):
         monkeypatch.setattr(packed, "AHEAD", ahead)
         layers, generator = model(), torch.Generator().manual_seed(1)
-        saving = nb.compress_activations(layers, bits=8)
+        saving = nb.compress_activations(layers, bits=8, symmetric=symmetric)
         errors.append([off(layers, torch.randn(64, 64, generator=generator), saving) for _ in range(6)])
     assert max(errors[0]) < 0.02
     assert sum(errors[0]) == pytest.approx(sum(errors[1]), rel=0.2)
 
 
-def test_nothing_is_asked_of_the_device_but_once(monkeypatch):
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_nothing_is_asked_of_the_device_but_once(symmetric, monkeypatch):
     """Every step after the first one makes codes with one call, and reads no value of a tensor."""
     layers, x = model(), torch.randn(64, 64)
-    saving = nb.compress_activations(layers, bits=8)
+    saving = nb.compress_activations(layers, bits=8, symmetric=symmetric)
+    if symmetric and find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    if symmetric:  # a GPU's loop, which need not ask how often to try
+        monkeypatch.setattr(reference, "centred_steps", Backend("narrowband.kernels.cuda").centred_steps)
     monkeypatch.setattr(packed, "by_chance", lambda _: False)
     gradients(layers, x, saving)
     for name in ("learn_ranges", "row_extremes", "quantize_rows_learning"):

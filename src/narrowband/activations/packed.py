@@ -226,10 +226,10 @@ def quantized(
     learns, device = policy.learns and not own, x.device
     estimate = estimates.get(name, rows.groups, device) if learns else None
     stochastic = policy.rounding == "stochastic"
-    settles = _settles(estimates, name, device) and not (learns and policy.symmetric)
+    settles = _settles(estimates, name, device)
     if estimate is not None and settles:
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
-        _adapt(payload, x, estimate, stochastic, estimates, name, apart)
+        _adapt(payload, x, estimate, policy, estimates, name, apart)
         return payload
     estimates.notes.read(name)  # clears the note: this batch is checked
     if not estimates.decay:
@@ -323,13 +323,12 @@ def promised(
         tensor.
     """
     estimate = estimates.get(name, rows.groups, x.device) if policy.learns else None
-    if estimate is None or policy.symmetric or not _settles(estimates, name, x.device):
+    if estimate is None or not _settles(estimates, name, x.device):
         return None
     payload = Payload(rows, bits, x.dtype, arena.take(rows.nbytes(bits), x.device))
-    stochastic = policy.rounding == "stochastic"
 
     def keep(standard: Standard) -> None:
-        _adapt(payload, x, estimate, stochastic, estimates, name, apart, standard)
+        _adapt(payload, x, estimate, policy, estimates, name, apart, standard)
 
     return payload, keep
 
@@ -343,7 +342,7 @@ def _adapt(
     payload: Payload,
     x: Tensor,
     estimate: Tensor,
-    stochastic: bool,
+    policy: ActivationPolicy,
     estimates: Estimates,
     name: str,
     apart: int | None,
@@ -355,7 +354,8 @@ def _adapt(
     note = estimates.notes.place(name, x.device)
     payload.ranges, learned = kernels.quantize_rows_adapting(
         x, payload.codes, rows, estimate, decay, note, drift=far, jump=WIDE, bits=payload.bits,
-        stochastic=stochastic, seed=seed, apart=apart, standard=standard,
+        stochastic=policy.rounding == "stochastic", seed=seed, apart=apart, standard=standard,
+        symmetric=policy.symmetric,
     )  # fmt: skip
     if not decay or by_chance(seed):
         if standard is not None:

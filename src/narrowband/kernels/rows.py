@@ -193,6 +193,7 @@ def quantize_rows_adapting(
     seed: int = 0,
     apart: int | None = None,
     standard: Standard | None = None,
+    symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run :func:`quantize_rows_learning` on a tensor of one part, and quantize again what has to be, without any result
     that the host would have to wait for.
@@ -208,13 +209,15 @@ def quantize_rows_adapting(
         apart: the distance in memory, in elements, of neighbouring lines (one row of every group); ``x`` may then have
             any shape and strides.
         standard: standardizes the elements before they are quantized; the quantized tensor then has no gaps.
+        symmetric: make ranges of codes as wide below zero as above, with the code 2**(bits − 1) − 1 for zero. Estimates
+            do not depend on that.
 
     Returns:
         Low and step of the codes, as :func:`dequantize_rows` takes them, and the new estimates.
     """
     result: tuple[Tensor, Tensor] = backend_of(x).quantize_rows_adapting(
         x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed,
-        apart=apart, standard=standard,
+        apart=apart, standard=standard, symmetric=symmetric,
     )  # fmt: skip
     return result
 

@@ -110,7 +110,7 @@ def main(capability: int, *, every: bool) -> None:
         for standard in (None, Standard(x, x, 200)):
             cuda.quantize_rows_adapting(
                 y, out[: rows.nbytes(8)], rows, torch.ones(2, rows.groups), 0.9, torch.zeros(1), drift=0.02, jump=4.0,
-                bits=8, stochastic=True, standard=standard,
+                bits=8, stochastic=True, standard=standard, symmetric=standard is None,
             )  # fmt: skip
         cuda.quantize_rows_learning(
             y, out[: rows.nbytes(8)], rows, low.view(1, 2) + x[:2].view(2, 1), 0.9, bits=8, stochastic=True

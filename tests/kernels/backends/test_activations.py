@@ -85,12 +85,13 @@ def test_steps_are_widened_until_a_code_is_zero(count: int, bits: int, kind: str
 @given(
     outer=st.integers(1, 40), groups=st.sampled_from([1, 2, 3, 7]), inner=st.sampled_from([1, 16, 40, 64, 192, 3000]),
     kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]), stochastic=st.booleans(),
-    known=st.sampled_from(["zeros", "a bit off", "far off", "normal"]), gap=st.sampled_from([0, 8]), seed=seeds,
+    known=st.sampled_from(["zeros", "a bit off", "far off", "normal"]), gap=st.sampled_from([0, 8]),
+    symmetric=st.booleans(), seed=seeds,
 )  # fmt: skip
 @settings(max_examples=examples(40), deadline=None)
 def test_ranges_adapt_and_nothing_is_told_to_the_host(
     outer: int, groups: int, inner: int, kind: str, dtype: Any, bits: int, stochastic: bool, known: str, gap: int,
-    seed: int,
+    symmetric: bool, seed: int,
 ) -> None:  # fmt: skip
     """By each group, what :func:`quantize_rows_learning` and a second look would do."""
     rows = kernels.Rows(1, outer, groups, inner)
@@ -109,7 +110,7 @@ def test_ranges_adapt_and_nothing_is_told_to_the_host(
     for backend in BACKENDS:
         codes, own = place(backend, torch.zeros(rows.nbytes(bits), dtype=torch.uint8)), place(backend, note)
         given = place(backend, x), codes, rows, place(backend, estimates), 0.9, own
-        ranges, learned = backend.quantize_rows_adapting(*given, drift=0.02, jump=4.0, **form)
+        ranges, learned = backend.quantize_rows_adapting(*given, drift=0.02, jump=4.0, symmetric=symmetric, **form)
         ranges = ranges.view(-1)[: 2 * groups].view(2, groups)  # there may be more behind it
         outcomes.append(back([ranges, learned.contiguous(), codes, own]))
     assert_all_same(outcomes)
@@ -131,7 +132,12 @@ def test_ranges_adapt_and_nothing_is_told_to_the_host(
         if moved > 0.02:
             width = (seen[1] - seen[0]).item()
             column = torch.stack((seen[1] - seen[0], seen[0])) if width > 4.0 * column[0].item() else expected
-        assert_same(ranges[0, g : g + 1], column[1])
+        low = column[1]
+        if symmetric:
+            middle = (1 << bits - 1) - 1
+            step = torch.maximum(column.sum(0), -low) * 2 / (2 * middle)
+            low = reference.centred_steps(step, torch.full_like(step, middle)) * -middle
+        assert_same(ranges[0, g : g + 1], low)
 
 
 @given(

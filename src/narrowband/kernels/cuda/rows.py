@@ -268,11 +268,30 @@ def _learn(estimates, lows, highs, learned, seen, groups, decay, rest, WIDTH: tl
 def _centre(steps, middles, out, count, TRIES: tl.constexpr, WIDTH: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     step, middle = tl.load(steps + i, mask=i < count, other=0.0), tl.load(middles + i, mask=i < count, other=0.0)
+    tl.store(out + i, _centred(step, middle, TRIES), mask=i < count)
+
+
+@kernel
+def _centred(step, middle, TRIES: tl.constexpr):
+    """Return steps with which a code is zero; see :func:`narrowband.kernels.rows.centred_steps`."""
     step = tl.where(step < TINY, 0.0, step)
     for _ in range(TRIES):
-        missed = (middle * step) * tl.div_rn(tl.zeros_like(step) + 1.0, step) != middle
+        missed = (middle * step) * tl.div_rn(step * 0.0 + 1.0, step) != middle
         step = tl.where(missed & (step > 0.0), step * (1 + 2.0**-20), step)
-    tl.store(out + i, step, mask=i < count)
+    return step
+
+
+@kernel
+def _range(width, low, levels, BITS: tl.constexpr, TRIES: tl.constexpr):
+    """Return low and step of an estimate; as wide below zero as above, and with a code for zero, if there are TRIES."""
+    step = tl.div_rn(width, levels)
+    if TRIES:
+        middle: tl.constexpr = (1 << (BITS - 1)) - 1.0
+        top = width + low
+        top = tl.where((top > -low) | (top != top), top, -low) * 2.0  # noqa: PLR0124 - NaN stays NaN
+        step = _centred(tl.div_rn(top, top * 0.0 + 2.0 * middle), middle, TRIES)
+        low = step * -middle
+    return low, step
 
 
 @counting
@@ -280,13 +299,13 @@ def _quantize_group(
     x, out, mean, deviation, estimates, made, outer, groups, inner, apart, stride, blocks, workers, turns, pieces,
     levels, folded,
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr,
+    WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr, TRIES: tl.constexpr,
 ):  # fmt: skip
     """Make codes of some tiles of a group by its estimate, and note their extremes."""
     VECTOR: tl.constexpr = 8 if HALF else 4
     at = tl.program_id(0)
     g, worker = at // workers, at % workers
-    low, step = tl.load(estimates + groups + g), tl.div_rn(tl.load(estimates + g), levels)
+    low, step = _range(tl.load(estimates + g), tl.load(estimates + groups + g), levels, BITS, TRIES)
     most = tl.full((ROWS, WIDTH // VECTOR), LEAST, tl.int32)
     least_raised = tl.full((ROWS, WIDTH // VECTOR), ALL, tl.uint32)
     most_raised = tl.zeros((ROWS, WIDTH // VECTOR), tl.uint32)
@@ -308,7 +327,8 @@ def _quantize_group_again(
     x, out, mean, deviation, estimates, made, note, outer, groups, inner, apart, stride, blocks, workers, turns,
     pieces, levels, decay, rest, drift, jump, folded,
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr, TURN: tl.constexpr,
+    WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr, TRIES: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
     """Settle the range of a group, and make the codes of some tiles again if necessary.
 
@@ -342,8 +362,8 @@ def _quantize_group_again(
     jumped = own > width * jump
     chosen_width = tl.where(drifted, tl.where(jumped, own, wider), width)
     chosen_low = tl.where(drifted, tl.where(jumped, low, later), begin)
-    chosen_low = tl.where(finite, chosen_low, float("nan"))
-    step = tl.where(finite, tl.div_rn(chosen_width, levels), float("nan"))
+    chosen_low, step = _range(chosen_width, chosen_low, levels, BITS, TRIES)
+    chosen_low, step = tl.where(finite, chosen_low, float("nan")), tl.where(finite, step, float("nan"))
     if worker == 0:
         tl.store(made + g, chosen_low)
         tl.store(made + groups + g, step)
@@ -546,8 +566,9 @@ class _Adapting(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 12)
 def _adapting(
-    rows: Rows, apart: int, length: int, bits: int, stochastic: bool, half: bool, standard: bool, *rates: float
-) -> _Adapting | None:
+    rows: Rows, apart: int, length: int, bits: int, stochastic: bool, half: bool, standard: bool, symmetric: bool,
+    *rates: float,
+) -> _Adapting | None:  # fmt: skip
     """Return how to quantize tensors of one form, which are divided into pieces of ``length`` elements where they are
     standardized. None: as the reference does.
     """
@@ -564,7 +585,7 @@ def _adapting(
     workers = -(-tiles // turns)  # programs of a group
     numbers = rows.outer, rows.groups, rows.inner, apart, stride, blocks, workers, turns, length // rows.inner
     levels, constants = float((1 << bits) - 1), {"STANDARD": standard, "HALF": half, "BITS": bits}
-    constants |= {"STOCHASTIC": stochastic, "PIECED": _pieced(length, rows), **tile}
+    constants |= {"STOCHASTIC": stochastic, "PIECED": _pieced(length, rows), "TRIES": TRIES if symmetric else 0, **tile}
     programs, more = rows.groups * workers, (decay, 1.0 - decay, drift, jump)
     first = Launch(_quantize_group, programs, (*numbers, levels), **constants)
     again = Launch(_quantize_group_again, programs, (*numbers, levels, *more), TURN=_TURN, **constants)
@@ -587,17 +608,18 @@ def quantize_rows_adapting(
     seed: int = 0,
     apart: int | None = None,
     standard: Standard | None = None,
+    symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:
     given = x, apart
     if apart is None:
         x, apart = _spaced(x, rows)
     length, half = rows.inner if standard is None else standard.length, x.dtype == torch.bfloat16
-    form = _adapting(rows, apart, length, bits, stochastic, half, standard is not None, decay, drift, jump)
+    form = _adapting(rows, apart, length, bits, stochastic, half, standard is not None, symmetric, decay, drift, jump)
     if form is None:
         x, apart = given
         return reference.quantize_rows_adapting(
             x, out, rows, estimates, decay, note, drift=drift, jump=jump, bits=bits, stochastic=stochastic, seed=seed,
-            apart=apart, standard=standard,
+            apart=apart, standard=standard, symmetric=symmetric,
         )  # fmt: skip
     made, groups = torch.empty(form.size, dtype=torch.float32, device=x.device), rows.groups
     mean, deviation, _ = standard or (made, made, 0)

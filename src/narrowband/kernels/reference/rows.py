@@ -146,6 +146,7 @@ def quantize_rows_adapting(
     seed: int = 0,
     apart: int | None = None,
     standard: Standard | None = None,
+    symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if apart is not None:
         x = x.detach().as_strided((rows.outer, rows.groups * rows.inner), (apart, 1))
@@ -159,8 +160,16 @@ def quantize_rows_adapting(
     note.copy_(torch.maximum(note.view(()), top).view(note.shape))
     chosen = torch.where(share > drift, torch.where(own[0] > jump * estimates[0], own, learned), estimates)
     chosen, learned = torch.where(finite, chosen, torch.nan), torch.where(finite, learned, estimates)
-    levels = estimates.new_full((), (1 << bits) - 1)  # some devices would multiply by a number's inverse
-    ranges = torch.stack((chosen[1], chosen[0] / levels))
+    levels = (1 << bits) - 1
+    if symmetric:
+        levels -= 1
+        chosen[0] = 2 * torch.maximum(chosen[0] + chosen[1], -chosen[1])
+    step = chosen[0] / estimates.new_full((), levels)  # some devices would multiply by a number's inverse
+    low, middle = chosen[1], levels // 2
+    if symmetric:
+        step = centred_steps(step, torch.full_like(step, middle))
+        low = step * -middle
+    ranges = torch.stack((low, step))
     quantize_rows(x, out, rows, *ranges, bits=bits, stochastic=stochastic, seed=seed)
     return ranges, learned
 
