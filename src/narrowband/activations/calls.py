@@ -13,12 +13,12 @@ import sys
 import types
 import weakref
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 from narrowband import compiler
@@ -39,7 +39,6 @@ __all__ = [
     "Call",
     "Operator",
     "call_of",
-    "differentiates_forward",
     "operator_of",
     "saved_by_checkpoint",
     "says_what_rounding_does",
@@ -163,6 +162,7 @@ def _plain_name(function: Any) -> str:
 
 
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
+_SHAPE = attrgetter("shape")
 
 #: Prefixes of autograd nodes' names. Their results, of more than 2 dimensions, have channels in the second dimension.
 _SECOND = (
@@ -213,7 +213,7 @@ class Call:
 
     def find_forms(self) -> tuple[tuple[int, ...], ...]:
         """Look up the shapes of the operands."""
-        self.forms = tuple([x.shape for x in self.operands()])
+        self.forms = tuple(map(_SHAPE, self.operands()))
         return self.forms
 
     def samples(self, x: Tensor, grouping: Grouping) -> int:
@@ -342,14 +342,6 @@ def _width_of_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 #: The call that stands for none.
 NO_CALL = Call()
-
-
-def differentiates_forward() -> bool:
-    """Whether forward-mode derivatives are being computed.
-
-    Tensors have tangents then, which neither codes nor the operators of this package support.
-    """
-    return forward_ad._current_level >= 0
 
 
 def saved_by_checkpoint() -> bool:

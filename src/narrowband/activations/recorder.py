@@ -303,7 +303,9 @@ class Recorder:
         kind, call, at_work = type(x), self.call, self._at_work
         operator, module = (call.operator, at_work[-1][1]) if call.operator and at_work else self.place()
         place = operator.name, module
-        if (kind is not Tensor and kind is not nn.Parameter) or not is_strided(x) or forward_ad._current_level >= 0:
+        if (kind is not Tensor and kind is not nn.Parameter) or not is_strided(x):
+            return Exact(x, place)
+        if forward_ad._current_level >= 0:  # tensors have tangents then, which codes lack
             return Exact(x, place)
         storage, base = self.storages.of(x), x._base
         if type(x if base is None else base) is not Tensor and is_of_a_parameter(x):

@@ -108,13 +108,13 @@ class Storages:
         storage = x.untyped_storage()
         address = storage._cdata
         found = self._by_address.get(address)
-        if found is not None:
-            if not _UNTYPED._expired(found.reference):
-                return found
-            _UNTYPED._free_weak_ref(found.reference)
+        if found is not None and not _UNTYPED._expired(found.reference):
+            return found
         # As torch.multiprocessing's StorageWeakRef does it.
-        found = self._by_address[address] = Storage(_UNTYPED._weak_ref(storage))
-        return found
+        new = self._by_address[address] = Storage(_UNTYPED._weak_ref(storage))
+        if found is not None:
+            _UNTYPED._free_weak_ref(found.reference)
+        return new
 
     def __del__(self, _free: Callable[[int], None] = _UNTYPED._free_weak_ref) -> None:
         for storage in self._by_address.values():
