@@ -208,7 +208,8 @@ class Codec(ABC):
             residuals, decay: as for :meth:`encode_compensated`.
 
         Returns:
-            Whether all is finite; or True, while :class:`~narrowband.kernels.Findings` note that on the device.
+            Whether all is finite; or True, while :class:`~narrowband.kernels.Findings` note that on the device. If not,
+            payloads are meaningless.
 
         Example:
             >>> outs = [torch.empty(codec.payload_nbytes(t.shape), dtype=torch.uint8) for t in (a, b)]

@@ -284,6 +284,25 @@ class TopK(SelectingCodec):
                 kernels.sparse_accumulate(residual, *self._read(target, shape, x.numel()), -1.0)
         return finite, out
 
+    @property
+    def encodes_several(self) -> bool:
+        whole = self.scope == "tensor" and self.tile == "none" and not self.sampled
+        return whole and self.values == "fp32" and self.indices == "elias-fano"
+
+    def encode_all(
+        self,
+        xs: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        *,
+        seeds: Sequence[int],
+        residuals: Sequence[Tensor] = (),
+        decay: float = 1.0,
+    ) -> bool:
+        if not self.encodes_several:
+            return super().encode_all(xs, outs, seeds=seeds)
+        ks = [self.kept(x.numel()) for x in xs]
+        return kernels.encode_topk_all(xs, ks, outs, residuals=residuals, decay=decay)
+
     def _write(self, at: Tensor, values: Tensor, shape: Shape, out: Tensor) -> None:
         """Write the payload of these elements into ``out``."""
         (k, cut), n = _layout(self, dims(shape)), numel_of(shape)

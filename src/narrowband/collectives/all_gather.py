@@ -105,18 +105,18 @@ class AllGather(Exchange):
             several: dict[str, Any] = {"seeds": [each.seed_of(self.peers.rank) for each in some], "outs": outs}
             xs = [each.x for each in some]
             if feedback is not None and feedback.encodes_all(codec):
-                self._locally_finite &= feedback.encode_all([each.key for each in some], xs, codec, **several)
+                finite = [feedback.encode_all([each.key for each in some], xs, codec, **several)] * len(some)
                 for each in some:
                     each.compensated = each.committed = True
             elif feedback is None and codec.encodes_several:
-                self._locally_finite &= codec.encode_all(xs, **several)
+                finite = [codec.encode_all(xs, **several)] * len(some)
             else:
-                for each, place in zip(some, outs, strict=True):
-                    finite, _ = self._encoded(each, place)
-                    self._locally_finite &= finite
-                    if not finite:  # this loop knew at once, and left no payload: send zeros
-                        zeros = torch.zeros(dims(each.shape), dtype=each.dtype, device=each.x.device)
-                        codec.encode(zeros, out=place)
+                finite = [self._encoded(each, place)[0] for each, place in zip(some, outs, strict=True)]
+            self._locally_finite &= all(finite)
+            for each, place, well in zip(some, outs, finite, strict=True):
+                if not well:  # this loop knew at once, and left no payload: send zeros
+                    zeros = torch.zeros(dims(each.shape), dtype=each.dtype, device=each.x.device)
+                    codec.encode(zeros, out=place)
         self._payloads += places
 
     @property

@@ -19,6 +19,7 @@ __all__ = [
     "compensate_select_topk",
     "difference",
     "encode_topk",
+    "encode_topk_all",
     "poison_all_if",
     "restore_all_if",
     "restore_if",
@@ -70,6 +71,31 @@ def encode_topk(
     """
     options = {"decay": decay, "sampled": sampled, "seed": seed, "subtract": subtract}
     return cast("bool", backend_of(x).encode_topk(x, residual, k, out, **options))
+
+
+def encode_topk_all(
+    xs: Sequence[Tensor],
+    ks: Sequence[int],
+    outs: Sequence[Tensor],
+    *,
+    residuals: Sequence[Tensor] = (),
+    decay: float = 1.0,
+) -> bool:
+    """Apply :func:`encode_topk` with ``subtract`` to several tensors, with no more GPU kernel launches than for one.
+
+    Without residuals, select from the tensors themselves, and write payloads even if something is not finite.
+
+    Args:
+        xs: flat float32, not empty.
+        ks: how many elements of each are selected, at least one.
+        outs: where each payload is written.
+        residuals: one per tensor, or none.
+        decay: as for :func:`encode_topk`.
+
+    Returns:
+        Whether all is finite; or True, while :class:`Findings` note that on the device.
+    """
+    return not xs or cast("bool", backend_of(xs[0]).encode_topk_all(xs, ks, outs, residuals=residuals, decay=decay))
 
 
 def all_finite(x: Tensor, *, below: float = math.inf) -> bool:

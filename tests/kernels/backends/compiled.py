@@ -154,6 +154,9 @@ def main(capability: int, *, every: bool) -> None:
         cuda.compensate_project_all([x, x], [x, x], [q, q], [p, p], sents=[sent, sent])
     for spares in ((), (torch.randn(4, 1000), torch.randn(4, 1000))):
         cuda.orthonormalize_all([torch.randn(2, 4, 1000)], spares)
+    y, both = torch.zeros(1 << 20), [out[:4000], torch.zeros(80_000, dtype=torch.uint8)]
+    with Findings(y.device).noting(Findings.OWN):  # with candidates and without
+        cuda.encode_topk_all([y, y[:20_000]], [100, 18_000], both, residuals=[y, y[:20_000]])
     for n in (1000, 5000, 20_000, 1 << 20):  # 4 warps, 16, several programs for a row, and candidates
         y = torch.zeros(n)
         cuda.select_topk(y, 100)
@@ -164,7 +167,7 @@ def main(capability: int, *, every: bool) -> None:
     cuda.select_threshold(y, 1.0)
     y = y[:20_000]
     for subtract in (False, True):
-        cuda.encode_topk(y, y, 100, out, subtract=subtract)
+        cuda.encode_topk(y, y, 100, out, subtract=subtract, sampled=subtract)
     cuda.compensate_select_topk(y, y, 100, sampled=True)
     for nesterov in (False, True):
         cuda.momentum_topk(y, y, y, 100, momentum=0.9, nesterov=nesterov, sampled=True)

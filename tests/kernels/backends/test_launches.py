@@ -66,11 +66,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 @pytest.mark.parametrize(("n", "most"), [(LONG, 9), (MEDIUM, 8), (SHORT, 2)])
 def test_top_k_with_error_feedback(started: Any, n: int, most: int) -> None:
     k = n // 1000
-    x, out = torch.zeros(n), torch.empty(4 * k + kernels.elias_fano_nbytes(k, n) + 3, dtype=torch.uint8)
+    x, out = torch.zeros(n), torch.empty(4 * k + -(-kernels.elias_fano_nbytes(k, n) // 4) * 4, dtype=torch.uint8)
     assert len(started("encode_topk", x, x.clone(), k, out, subtract=True)) <= most
-    assert len(started("compensate_select_topk", x, x.clone(), k)) < most
-    assert len(started("momentum_topk", x, x.clone(), x.clone(), k, momentum=0.9)) < most
-    assert len(started("select_topk", x, k)) < most
+    assert len(started("compensate_select_topk", x, x.clone(), k)) <= most
+    assert len(started("momentum_topk", x, x.clone(), x.clone(), k, momentum=0.9)) <= most
+    assert len(started("select_topk", x, k)) <= most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -51,15 +51,14 @@ def afterwards(monkeypatch):
     """Calls a function of the test's (source, scratch memory, room) each time when candidates are put aside."""
     from narrowband.kernels.cuda import selection
 
-    calls, gather_all = [], selection._gather_all
+    calls, tally = [], selection._Work.tally
 
-    def gather(source, k, rank, room):
-        scratch, shared = gather_all(source, k, rank, room)
-        for call in calls:
-            call(source, scratch, room)
-        return scratch, shared
+    def gather(work):
+        tally(work)
+        for call in calls if work.narrows else ():
+            call(work.sources[0], work.scratch, work.margins[0][1])
 
-    monkeypatch.setattr(selection, "_gather_all", gather)
+    monkeypatch.setattr(selection._Work, "tally", gather)
     return calls
 
 
@@ -239,3 +238,46 @@ def test_elias_fano_of_which_programs_read_several_tiles(triton_, monkeypatch):
     payload[:120] = 0  # there are less indices than there should be
     found = triton_.elias_fano_decode(payload, k, N)
     assert 0 <= found.amin() <= found.amax() < N
+
+
+#: Elements of tensors, and how many of them are wanted: one program has all of the first and the last; of the last but
+#: one, candidates would be too many.
+_SEVERAL = [(16, 7), (1300, 40), (5003, 60), (600, 599), (1, 1)]
+
+
+def several(broken=0.0):
+    """Tensors, as many residuals, how much of each is wanted, and memory for payloads."""
+    xs, residuals, ks, outs = [], [], [], []
+    for at, (n, k) in enumerate(_SEVERAL):
+        xs.append(make("few-levels" if at % 2 else "normal", n, at))
+        residuals.append(make("normal", n, 9 + at))
+        ks.append(k)
+        words = k - (-kernels.elias_fano_nbytes(k, n) // 4)
+        outs.append(torch.full((4 * words,), 0xAA, dtype=torch.uint8))
+    xs[1][1298] += broken
+    return xs, residuals, ks, outs
+
+
+@pytest.mark.parametrize("backend", ["triton_", "looking"])
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("broken", [0.0, torch.inf])
+def test_payloads_of_several_tensors(request, backend, feedback, broken):
+    """Bytes, and what is left, are those of one tensor after the other."""
+    xs, residuals, ks, outs = several(broken)
+    outcomes = []
+    for one in (request.getfixturevalue(backend), reference):
+        own, into, lacks = (place(one, part) for part in (xs, outs, residuals if feedback else []))
+        finite = one.encode_topk_all(own, ks, into, residuals=lacks, decay=0.9)
+        outcomes.append(back([finite, own, into, lacks]))
+    assert outcomes[0][0] is (broken == 0.0)
+    assert_same(*outcomes)
+
+
+@pytest.mark.parametrize("broken", [0.0, torch.nan])
+def test_what_is_not_finite_in_several_tensors_is_noted(looking, broken):
+    xs, residuals, ks, outs = (place(looking, part) for part in several(broken))
+    findings = kernels.Findings(xs[0].device)
+    with findings.noting(kernels.Findings.OWN):
+        assert looking.encode_topk_all(xs, ks, outs, residuals=residuals)
+    assert findings.places.tolist() == [int(broken != 0.0), 0, 0]
+    assert bool((outs[1] == 0xAA).all()) is (broken != 0.0)

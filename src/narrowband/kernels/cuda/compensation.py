@@ -16,7 +16,7 @@ import triton.language as tl
 
 from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, all_below, unspecific
 from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
-from narrowband.kernels.cuda.selection import Chosen, choose, choose_sampled
+from narrowband.kernels.cuda.selection import Chosen, choose, choose_sampled, encode_all
 from narrowband.kernels.cuda.sources import COMPENSATE, Source
 from narrowband.kernels.cuda.sparse import write_lower, write_upper
 from narrowband.kernels.findings import open_place
@@ -34,6 +34,7 @@ __all__ = [
     "compensate_select_topk",
     "difference",
     "encode_topk",
+    "encode_topk_all",
     "poison_all_if",
     "restore_all_if",
     "restore_if",
@@ -190,7 +191,7 @@ def take_difference(x: Tensor, base: Tensor) -> bool:
 
 def _largest(x: Tensor, residual: Tensor, k: int, decay: float, sampled: bool, seed: int) -> Chosen:
     source = Source(COMPENSATE, x, residual, residual, float(decay))
-    return choose_sampled(source, k, seed) if sampled and k < x.numel() else choose(source, k, x.numel())
+    return choose_sampled(source, k, seed) if sampled and k < x.numel() else choose(source, k)
 
 
 def compensate_select_topk(
@@ -248,6 +249,8 @@ def encode_topk(
         if finite:
             out.zero_()
         return finite
+    if not sampled or k >= x.numel():
+        return _encode_all([x], [k], [out], [residual], decay=decay, subtract=subtract)
     n, (indices, values, tops) = x.numel(), _largest(x, residual, k, decay, sampled, seed)
     low_bits, cut = elias_fano_low_bits(k, n), -(-2 * k // 8)
     nbytes, seen = -(-k * low_bits // 8), tops.numel()
@@ -258,3 +261,35 @@ def encode_topk(
     arrays = indices, values, residual, tops, out, tops if place is None else place
     run(_payload, -(-max(parts) // _PART), *arrays, *form, on=x, **shape)
     return place is not None or all_below(tops, math.inf)
+
+
+def encode_topk_all(
+    xs: Sequence[Tensor], ks: Sequence[int], outs: Sequence[Tensor], *, residuals: Sequence[Tensor] = (),
+    decay: float = 1.0,
+) -> bool:  # fmt: skip
+    return _encode_all(xs, ks, outs, residuals, decay=decay, subtract=True)
+
+
+def _encode_all(
+    xs: Sequence[Tensor], ks: Sequence[int], outs: Sequence[Tensor], residuals: Sequence[Tensor], *, decay: float,
+    subtract: bool,
+) -> bool:  # fmt: skip
+    words = [_in_words(out) for out in outs]
+    place = open_place(xs[0].device)
+    if residuals:
+        sources = [
+            Source(COMPENSATE, x, residual, residual, float(decay)) for x, residual in zip(xs, residuals, strict=True)
+        ]
+        tops = encode_all(sources, ks, words, subtract=subtract, place=place)
+    else:
+        tops = encode_all([Source.plain(x) for x in xs], ks, words, always=True, place=place)
+    for out, own in zip(outs, words, strict=True):
+        if own is not out:
+            out.copy_(own[: out.numel()])
+    return place is not None or all_below(tops, math.inf)
+
+
+def _in_words(out: Tensor) -> Tensor:
+    """Return memory of whole words for a payload, its own if possible; otherwise it holds the same bytes."""
+    rest = -out.numel() % 4
+    return torch.nn.functional.pad(out, (0, rest)) if rest or out.data_ptr() % 4 else out

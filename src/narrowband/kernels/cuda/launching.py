@@ -213,34 +213,40 @@ class _Known(NamedTuple):
 class Segments:
     """Several tensors in one launch: a table on their device with a row of int64 numbers for each tensor.
 
-    The first column is the first program of the tensor; by it, a program finds its tensor. A table is valid only for
-    loops that are launched right away, one after the other.
+    The first column is the first program of the tensor; by it, a program finds its tensor. If launches differ in how
+    many programs work on a tensor, there is such a column for each of these grids. A table is valid only for loops that
+    are launched right away, one after the other.
 
     Args:
         on: one of the tensors.
-
-    Attributes:
-        programs: number of programs so far.
+        grids: how many grids there are.
     """
 
-    def __init__(self, on: Tensor) -> None:
+    def __init__(self, on: Tensor, grids: int = 1) -> None:
         self._on = on
         self._rows: list[tuple[int, ...]] = []
         self._table: Tensor | None = None
-        self.programs = 0
+        self._programs = [0] * grids
 
-    def add(self, programs: int, *numbers: int) -> None:
-        """Add a tensor that ``programs`` programs work on, and its numbers; nothing if there are no programs."""
-        if programs:
-            self._rows.append((self.programs, *numbers))
-            self.programs += programs
+    @property
+    def programs(self) -> int:
+        """The number of programs of the first grid so far."""
+        return self._programs[0]
+
+    def add(self, programs: int | Sequence[int], *numbers: int) -> None:
+        """Add a tensor that ``programs`` programs work on, in each grid, and its numbers; nothing if none do."""
+        own = (programs,) if isinstance(programs, int) else programs
+        if any(own):
+            self._rows.append((*self._programs, *numbers))
+            self._programs = [before + more for before, more in zip(self._programs, own, strict=True)]
             self._table = None
 
-    def run(self, loop: Any, *arguments: Any, **constants: Any) -> None:
-        """Launch a loop with the table, the number of tensors, and these arguments."""
-        if self.programs:
+    def run(self, loop: Any, *arguments: Any, grid: int = 0, **constants: Any) -> None:
+        """Launch the programs of a grid, with the table, the number of tensors, and these arguments."""
+        programs = self._programs[grid]
+        if programs:
             count, most = len(self._rows), triton.next_power_of_2(len(self._rows))
-            run(loop, self.programs, self._on_device(), count, *arguments, on=self._on, SEGMENTS=most, **constants)
+            run(loop, programs, self._on_device(), count, *arguments, on=self._on, SEGMENTS=most, **constants)
 
     def run_each(self, loop: Any, *arguments: Any, **constants: Any) -> None:
         """Launch a loop with one program per tensor, for which it is a row of the table; and with these arguments."""
@@ -254,15 +260,19 @@ class Segments:
 
 
 @kernel
-def segment(table, count, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr):
+def segment(table, count, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr, GRID: tl.constexpr = 0):
     """Return the row of this program's tensor in the table of :class:`Segments`, and the program's number within the
     tensor.
     """
-    own = tl.program_id(0)
-    row = tl.arange(0, SEGMENTS)
-    first = tl.load(table + row * COLUMNS, mask=row < count, other=0x7FFFFFFF)
-    at = tl.sum((first <= own).to(tl.int32), 0) - 1
-    return table + at * COLUMNS, own - tl.load(table + at * COLUMNS)
+    own = tl.program_id(0).to(tl.int64)
+    at = 0
+    begin = own * 0
+    if SEGMENTS > 1:
+        row = tl.arange(0, SEGMENTS)
+        first = tl.load(table + GRID + row * COLUMNS, mask=row < count, other=0x7FFFFFFF)
+        at = tl.sum((first <= own).to(tl.int32), 0) - 1  # tensors of no programs begin where the next one does
+        begin = tl.load(table + GRID + at * COLUMNS)
+    return table + at * COLUMNS, own - begin
 
 
 def _on_device(numbers: np.ndarray[Any, Any], device: torch.device) -> Tensor:

@@ -40,7 +40,7 @@ def momentum_topk(
         return True, *_nothing(x), 0.0
     source = Source(NESTEROV if nesterov else MOMENTUM, x, now, before, float(momentum), float(scale))
     sampled = sampled and 0 < k < n
-    chosen = choose_sampled(source, k, seed) if sampled else choose(source, max(k, 1), n)
+    chosen = choose_sampled(source, k, seed) if sampled else choose(source, max(k, 1))
     if not all_below(chosen.tops, math.inf):
         return False, *_nothing(x), threshold
     return (True, chosen.indices, chosen.values, 0.0) if k else (True, *_nothing(x), 0.0)

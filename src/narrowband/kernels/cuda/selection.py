@@ -9,6 +9,9 @@ A long tensor is read only once. A sample gives a magnitude that somewhat more t
 stores these candidates; digits are then those of candidates. If the sample misled, there are fewer than k candidates or
 more than there is room for; digits are then those of all elements. The launches are the same in both cases, and the
 programs read from device memory which case it is: nothing here waits for the device.
+
+A model has many tensors, and a selection takes several launches. So a launch takes several tensors: a table says where
+they are (:class:`~narrowband.kernels.cuda.launching.Segments`). One tensor is a table with one row.
 """
 
 from __future__ import annotations
@@ -20,18 +23,22 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, mix
-from narrowband.kernels.cuda.launching import kernel, run
-from narrowband.kernels.cuda.sources import Source, look
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, fold_seed, mix
+from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
+from narrowband.kernels.cuda.sources import AHEAD, Source, look
 from narrowband.kernels.selection import sample_rank, sample_size
+from narrowband.kernels.sparse import elias_fano_low_bits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = [
     "Chosen",
     "choose",
     "choose_sampled",
+    "encode_all",
     "randomk_indices",
     "select_threshold",
     "select_topk",
@@ -62,8 +69,61 @@ _NOTES = tl.constexpr(1024 + 16)
 
 #: Arguments that are not specialized: neither k nor a threshold becomes a constant if it is 1, and numbers that say how
 #: programs share the work cause no new compilation.
-_UNSPECIFIC = ["k", "folded", "size", "rank", "sharers", "groups", "table", "candidates", "room", "number_of_tiles"]
+_UNSPECIFIC = ["k", "folded", "size", "rank", "sharers", "groups", "tiles_at", "candidates", "number_of_tiles", "count"]
 _loop: Any = triton.jit(do_not_specialize=_UNSPECIFIC)
+
+#: Columns of the table. First programs of a tensor: where programs share its elements; where each has a tile; where
+#: each has the candidates of a group of tiles; and where programs share a tensor without candidates.
+_SHARES, _TILES, _GROUPS, _WHOLE = range(4)
+#: Arrays of the source, and that which holds the elements once they are written; scratch memory, and counts of
+#: programs; what is written: a largest magnitude, then indices and values, or a payload.
+_A, _B, _C, _SUM, _SCRATCH, _NUMBERS, _TOPS, _OUT, _VALUES_OUT = (tl.constexpr(at) for at in range(4, 13))
+#: Elements of a row and how many are selected; programs of a row; the rank in a sample that bounds candidates, and the
+#: room for them (0: none are stored); groups and tiles; bits of an index in the lower part, bytes of the upper part and
+#: words of the payload.
+_N, _K, _SHARERS, _RANK, _ROOM, _SETS, _NUMBER_OF_TILES = (tl.constexpr(at) for at in range(13, 20))
+_LOW_BITS, _CUT, _WORDS = (tl.constexpr(at) for at in range(20, 23))
+_COLUMNS = tl.constexpr(23)
+
+_AHEAD = tl.constexpr(AHEAD)
+
+
+@kernel
+def _array(own, AT: tl.constexpr, TYPE: tl.constexpr):
+    """Return the address in a column of a tensor's row."""
+    return tl.load(own + AT).to(tl.pointer_type(TYPE))
+
+
+@kernel
+def _number(own, AT: tl.constexpr):
+    return tl.load(own + AT).to(tl.int32)
+
+
+@kernel
+def _arrays(own, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the arrays of a tensor's source, and its length. Where no pass writes any more, the first is the sum."""
+    a = _array(own, _SUM, tl.float32)
+    if KIND > _AHEAD:
+        a = _array(own, _A, tl.float32)
+    b = _array(own, _B, tl.float32)
+    c = _array(own, _C, tl.float32)
+    n = tl.load(own + _N)
+    if ALIGNED:
+        a = tl.multiple_of(a, 16)
+        b = tl.multiple_of(b, 16)
+        c = tl.multiple_of(c, 16)
+        n = tl.multiple_of(n, 4)
+    return a, b, c, n
+
+
+@kernel
+def _areas(own):
+    """Return how many groups of tiles there are, and where in scratch memory are: the number of each group's
+    candidates, the place of each tile's candidates, and the candidates' indices.
+    """
+    sets = _number(own, _SETS)
+    tiles_at = _NOTES + sets
+    return sets, _NOTES, tiles_at, tiles_at + 2 * _number(own, _NUMBER_OF_TILES)
 
 
 @kernel
@@ -91,16 +151,23 @@ def _known(notes, k, part, KNOWN: tl.constexpr):
 
 
 @kernel
-def _amount(notes, k, width, room, FOUND: tl.constexpr):
-    """Return how many elements are to be read, and how many candidates: one of the two is zero."""
+def _amount(own, notes, k, width, FOUND: tl.constexpr):
+    """Return how many elements are to be read, and how many candidates: one of the two is zero. Also where the
+    candidates are, and the room there was for them.
+    """
     elements = width
     candidates = 0
+    found = notes
+    room = 0
     if FOUND:
+        room = _number(own, _ROOM)
+        _sets, _groups, _tiles_at, begin = _areas(own)
+        found = notes + begin + room
         number = tl.load(notes + _FOUND)
         narrow = (number >= k) & (number <= room)
         candidates = tl.where(narrow, number, 0)
         elements = tl.where(narrow, 0, width)
-    return elements, candidates
+    return elements, candidates, found, room
 
 
 @kernel
@@ -122,14 +189,17 @@ def _element(
 
 @_loop
 def _tally(
-    a, b, c, f, g, scratch, k, width, sharers, candidates, room,
-    KIND: tl.constexpr, KNOWN: tl.constexpr, FOUND: tl.constexpr, WIDTH: tl.constexpr,
+    table, count, f, g,
+    KIND: tl.constexpr, KNOWN: tl.constexpr, FOUND: tl.constexpr, GRID: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Count, among a row's elements that share the known digits of its k-th largest, each value of the next digit.
 
     With no digit known, also find the largest magnitude.
     """
-    at = tl.program_id(0).to(tl.int64)
+    own, at = segment(table, count, _COLUMNS, SEGMENTS, GRID)
+    a, b, c, width = _arrays(own, KIND, ALIGNED)
+    scratch, sharers, k = _array(own, _SCRATCH, tl.int32), _number(own, _SHARERS), _number(own, _K)
     row, part = at // sharers, at % sharers
     notes = scratch + row * _NOTES
     VALUES: tl.constexpr = _VALUES if KNOWN < 3 else _VALUES // 2
@@ -137,7 +207,7 @@ def _tally(
     UP: tl.constexpr = 31 - 8 * KNOWN
     if KNOWN > 0:
         level, _wanted = _known(notes, k, part, KNOWN)
-    elements, close = _amount(notes, k, width, room, FOUND)
+    elements, close, found, room = _amount(own, notes, k, width, FOUND)
     number = tl.zeros((VALUES,), tl.int32)
     top = tl.zeros((WIDTH,), tl.int32)
     tiles = tl.cdiv(elements + close, WIDTH)
@@ -145,9 +215,7 @@ def _tally(
     for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
         j = tile * WIDTH + tl.arange(0, WIDTH)
         there = j < elements + close
-        _i, _value, magnitude = _element(
-            a, b, c, f, g, scratch + candidates, room, row * width, j, elements, close, KIND, True, FOUND
-        )
+        _i, _value, magnitude = _element(a, b, c, f, g, found, room, row * width, j, elements, close, KIND, True, FOUND)
         if KNOWN > 0:
             there = there & (magnitude >> UP == level >> UP)
         else:
@@ -160,22 +228,30 @@ def _tally(
 
 @_loop
 def _count(
-    a, b, c, f, g, scratch, numbers, k, width, sharers, candidates, room,
-    KIND: tl.constexpr, WRITE: tl.constexpr, GIVEN: tl.constexpr, FOUND: tl.constexpr, WIDTH: tl.constexpr,
+    table, count, f, g, k,
+    KIND: tl.constexpr, WRITE: tl.constexpr, GIVEN: tl.constexpr, FOUND: tl.constexpr, PAYLOAD: tl.constexpr,
+    LIMIT: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Count each program's elements above the threshold and at it; find the largest magnitude.
 
-    The threshold is k itself if it is given, and otherwise the k-th largest of the tally. The largest magnitude of the
-    first row is written behind all of these, so that nobody need keep the scratch memory for it.
+    The threshold is k itself if it is given, and otherwise the k-th largest of the tally. The tally's largest magnitude
+    in the first row is written where nobody need keep the scratch memory for it. With PAYLOAD, write zeros where
+    :func:`_put` sets bits.
     """
-    at = tl.program_id(0).to(tl.int64)
+    own, at = segment(table, count, _COLUMNS, SEGMENTS)
+    a, b, c, width = _arrays(own, KIND, ALIGNED)
+    numbers, sharers = _array(own, _NUMBERS, tl.int32), _number(own, _SHARERS)
     row, part = at // sharers, at % sharers
-    notes = scratch + row * _NOTES
+    notes = _array(own, _SCRATCH, tl.int32) + row * _NOTES
     level = k
     if not GIVEN:
+        k = _number(own, _K)
         level, _wanted = _known(notes, k, part, 4)
-        tl.store(numbers + 3 * tl.num_programs(0), tl.load(notes + _TOP), mask=at == 0)
-    elements, close = _amount(notes, k, width, room, FOUND)
+        largest = tl.load(notes + _TOP)
+        tl.store(_array(own, _TOPS, tl.int32), largest, mask=at == 0)
+        if PAYLOAD:
+            _clear(own, k, part, tl.where(largest <= LIMIT, sharers, 0), WIDTH)
+    elements, close, found, room = _amount(own, notes, k, width, FOUND)
     above = tl.zeros((WIDTH,), tl.int32)
     ties = tl.zeros((WIDTH,), tl.int32)
     top = tl.zeros((WIDTH,), tl.int32)
@@ -184,7 +260,7 @@ def _count(
     for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
         j = tile * WIDTH + tl.arange(0, WIDTH)
         _i, _value, magnitude = _element(
-            a, b, c, f, g, scratch + candidates, room, row * width, j, elements, close, KIND, WRITE, FOUND
+            a, b, c, f, g, found, room, row * width, j, elements, close, KIND, WRITE, FOUND
         )
         above += (magnitude > level).to(tl.int32)
         ties += (magnitude == level).to(tl.int32)
@@ -192,6 +268,37 @@ def _count(
     tl.store(numbers + 3 * at, tl.sum(above, 0))
     tl.store(numbers + 3 * at + 1, tl.sum(ties, 0))
     tl.store(numbers + 3 * at + 2, tl.max(top, 0))
+
+
+@kernel
+def _clear(own, k, part, sharers, WIDTH: tl.constexpr):
+    """Write zeros into a program's share of a payload's words behind the k values; nothing for no sharers."""
+    out, words = _array(own, _OUT, tl.int32), tl.load(own + _WORDS) - k
+    for first in range(part * WIDTH, tl.where(sharers > 0, words, 0), tl.maximum(sharers, 1) * WIDTH):
+        word = first + tl.arange(0, WIDTH)
+        tl.store(out + k + word, tl.zeros((WIDTH,), tl.int32), mask=word < words)
+
+
+@kernel
+def _put(own, i, value, place, taken, k):
+    """Write selected elements into a payload: values, and indices as :mod:`~narrowband.kernels.sparse` says.
+
+    Several indices have bits in one word, and different programs may write them, so each sets its bits alone.
+    """
+    out, cut = _array(own, _OUT, tl.int32), _number(own, _CUT)
+    low_bits = _number(own, _LOW_BITS).to(tl.uint32)
+    index = i.to(tl.uint32)
+    tl.store(out + place, value.to(tl.int32, bitcast=True), mask=taken)
+    bit = (index >> low_bits) + place.to(tl.uint32)
+    one = (index * 0 + 1 << (bit & 31)).to(tl.int32, bitcast=True)
+    tl.atomic_or(out + k + (bit >> 5).to(tl.int32), one, mask=taken, sem="relaxed")
+    bit = place.to(tl.uint32) * low_bits + (8 * (cut & 3)).to(tl.uint32)  # the lower part need not begin with a word
+    low = index - (index >> low_bits << low_bits)
+    here = (low << (bit & 31)).to(tl.int32, bitcast=True)
+    over = (low >> 1 >> (31 - (bit & 31))).to(tl.int32, bitcast=True)
+    word = out + k + (cut >> 2) + (bit >> 5).to(tl.int32)
+    tl.atomic_or(word, here, mask=taken & (here != 0), sem="relaxed")
+    tl.atomic_or(word + 1, over, mask=taken & (over != 0), sem="relaxed")
 
 
 @kernel
@@ -212,60 +319,92 @@ def _places(magnitude, level, above, ties, allowed):
 
 @_loop
 def _write(
-    a, b, c, f, g, scratch, numbers, indices, values, k, width, sharers, candidates, room,
-    KIND: tl.constexpr, GIVEN: tl.constexpr, ALL: tl.constexpr, FOUND: tl.constexpr, SHARERS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    table, count, f, g, k, note,
+    KIND: tl.constexpr, GIVEN: tl.constexpr, ALL: tl.constexpr, FOUND: tl.constexpr, PAYLOAD: tl.constexpr,
+    LIMIT: tl.constexpr, SUBTRACT: tl.constexpr, NOTES: tl.constexpr, SHARERS: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the elements above the threshold, and the first ones at it (or all), to their places."""
-    at = tl.program_id(0).to(tl.int64)
+    """Write the elements above the threshold, and the first ones at it (or all), to their places.
+
+    With PAYLOAD, write a payload if no magnitude exceeds LIMIT; with SUBTRACT, also zeros where its elements were. With
+    NOTES, note if something is not finite.
+    """
+    own, at = segment(table, count, _COLUMNS, SEGMENTS)
+    a, b, c, width = _arrays(own, KIND, ALIGNED)
+    numbers, sharers = _array(own, _NUMBERS, tl.int32), _number(own, _SHARERS)
     row, part = at // sharers, at % sharers
-    notes = scratch + row * _NOTES
+    notes = _array(own, _SCRATCH, tl.int32) + row * _NOTES
     level = k
     allowed = 0x7FFFFFFF
     first = row * 0
     if not GIVEN:
+        k = _number(own, _K)
         level = tl.load(notes + _LEFT + 8)
     if not ALL:
         allowed = tl.load(notes + _LEFT + 9)
         first = row * k
-    elements, close = _amount(notes, k, width, room, FOUND)
+    elements, close, found, room = _amount(own, notes, k, width, FOUND)
     sharer = tl.arange(0, SHARERS)
     before = numbers + 3 * (row * sharers + sharer)
     above = tl.sum(tl.load(before, mask=sharer < part, other=0), 0)
     ties = tl.sum(tl.load(before + 1, mask=sharer < part, other=0), 0)
     tiles = tl.cdiv(elements + close, WIDTH)
     each = tl.cdiv(tiles, sharers)
-    for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
+    end = tl.minimum((part + 1) * each, tiles)
+    if PAYLOAD:
+        largest = tl.load(notes + _TOP)
+        end = tl.where(largest <= LIMIT, end, 0)
+        if NOTES:
+            tl.atomic_or(note, 1, mask=(part == 0) & (largest >= INFINITE))
+    for tile in range(part * each, end):
         j = tile * WIDTH + tl.arange(0, WIDTH)
-        i, value, magnitude = _element(
-            a, b, c, f, g, scratch + candidates, room, row * width, j, elements, close, KIND, False, FOUND
-        )
+        i, value, magnitude = _element(a, b, c, f, g, found, room, row * width, j, elements, close, KIND, False, FOUND)
         taken, place, more, more_ties = _places(magnitude, level, above, ties, allowed)
-        tl.store(indices + first + place, i.to(tl.int32), mask=taken)
-        tl.store(values + first + place, value, mask=taken)
+        if PAYLOAD:
+            _put(own, i, value, place, taken, k)
+            if SUBTRACT:
+                tl.debug_barrier()  # a thread may store what another has loaded
+                tl.store(_array(own, _SUM, tl.float32) + i, tl.zeros_like(value), mask=taken)
+        else:
+            tl.store(_array(own, _OUT, tl.int32) + first + place, i.to(tl.int32), mask=taken)
+            tl.store(_array(own, _VALUES_OUT, tl.float32) + first + place, value, mask=taken)
         above += more
         ties += more_ties
 
 
 @_loop
 def _short(
-    a, b, c, f, g, indices, values, tops, k, width, KIND: tl.constexpr, WIDTH: tl.constexpr
+    table, count, f, g, note,
+    KIND: tl.constexpr, PAYLOAD: tl.constexpr, LIMIT: tl.constexpr, SUBTRACT: tl.constexpr, NOTES: tl.constexpr,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Do the whole selection of a row that one program holds at once: find its k-th largest bit by bit, and write."""
-    row = tl.program_id(0).to(tl.int64)
+    own, row = segment(table, count, _COLUMNS, SEGMENTS)
+    a, b, c, width = _arrays(own, KIND, ALIGNED)
+    k = _number(own, _K)
     j = tl.arange(0, WIDTH)
     i = row * width + j
     value, magnitude = look(a, b, c, f, g, i, j < width, KIND, True)
     top = tl.max(magnitude, 0)
-    tl.store(tops + row, top)
+    tl.store(_array(own, _TOPS, tl.int32), top, mask=row == 0)
     level = top * 0
     for bit in range(31):
         higher = level | (1 << (30 - bit))
         level = tl.where(tl.sum((magnitude >= higher).to(tl.int32), 0) >= k, higher, level)
     allowed = k - tl.sum((magnitude > level).to(tl.int32), 0)
     taken, place, _, _ = _places(magnitude, level, 0, 0, allowed)
-    tl.store(indices + row * k + place, i.to(tl.int32), mask=taken)
-    tl.store(values + row * k + place, value, mask=taken)
+    if PAYLOAD:
+        if NOTES:
+            tl.atomic_or(note, 1, mask=top >= INFINITE)
+        if top <= LIMIT:
+            _clear(own, k, row * 0, 1, WIDTH)
+            tl.debug_barrier()  # other threads set bits in these words
+            _put(own, i, value, place, taken, k)
+            if SUBTRACT:
+                tl.store(_array(own, _SUM, tl.float32) + i, tl.zeros_like(value), mask=taken)
+    else:
+        tl.store(_array(own, _OUT, tl.int32) + row * k + place, i.to(tl.int32), mask=taken)
+        tl.store(_array(own, _VALUES_OUT, tl.float32) + row * k + place, value, mask=taken)
 
 
 @kernel
@@ -303,20 +442,25 @@ def _begin(scratch, groups, sharers, level, SHARERS: tl.constexpr):
 
 @_loop
 def _bound(
-    a, b, c, f, g, scratch, groups, n, rank, sharers, KIND: tl.constexpr, SHARERS: tl.constexpr, SAMPLE: tl.constexpr
+    table, f, g, KIND: tl.constexpr, SHARERS: tl.constexpr, SAMPLE: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """Set the threshold of candidates to the magnitude of this rank in a sample, rounded down. More than k elements
     reach it.
 
     The threshold is not zero, so that a tensor of mostly zeros has few candidates.
     """
-    i = tl.arange(0, SAMPLE).to(tl.int64)
-    _value, magnitude = look(a, b, c, f, g, _stratum(i, n, SAMPLE, i * 0), i < SAMPLE, KIND, False)
-    level = tl.max(magnitude, 0) * 0
-    for bit in range(18):
-        higher = level | (1 << (30 - bit))
-        level = tl.where(tl.sum((magnitude >= higher).to(tl.int32), 0) >= rank, higher, level)
-    _begin(scratch, groups, sharers, tl.maximum(level, 1), SHARERS)
+    own = table + tl.program_id(0).to(tl.int64) * _COLUMNS
+    a, b, c, n = _arrays(own, KIND, ALIGNED)
+    rank = _number(own, _RANK)
+    level = rank * 0
+    if rank > 0:
+        i = tl.arange(0, SAMPLE).to(tl.int64)
+        _value, magnitude = look(a, b, c, f, g, _stratum(i, n, SAMPLE, i * 0), i < SAMPLE, KIND, False)
+        for bit in range(18):
+            higher = level | (1 << (30 - bit))
+            level = tl.where(tl.sum((magnitude >= higher).to(tl.int32), 0) >= rank, higher, level)
+    sets, groups, _tiles_at, _candidates = _areas(own)
+    _begin(_array(own, _SCRATCH, tl.int32), groups, sets, tl.maximum(level, 1), SHARERS)
 
 
 @_loop
@@ -330,16 +474,20 @@ def _bound_given(counts, scratch, groups, k, sharers, GIVEN: tl.constexpr, SHARE
 
 @_loop
 def _gather(
-    a, b, c, f, g, scratch, groups, table, candidates, n, room,
-    KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    table, count, f, g,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GRID: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the indices of a tile's candidates where the next room is; the table says where, and how many.
+    """Store the indices of a tile's candidates where the next room is; a list says where, and how many.
 
     A thread has four neighbours at a time, so it scans and stores a quarter of what it reads, and few of these quarters
     have a candidate. What follows is for few elements, and reads them again.
     """
-    tile = tl.program_id(0)
-    i = tile.to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    own, part = segment(table, count, _COLUMNS, SEGMENTS, GRID)
+    a, b, c, n = _arrays(own, KIND, ALIGNED)
+    scratch, room, tile = _array(own, _SCRATCH, tl.int32), _number(own, _ROOM), part.to(tl.int32)
+    _sets, groups, tiles_at, candidates = _areas(own)
+    i = part * WIDTH + tl.arange(0, WIDTH)
     _value, magnitude = look(a, b, c, f, g, i, i < n, KIND, True)
     large = tl.reshape((magnitude >= tl.load(scratch + _LOW)).to(tl.int32), (WIDTH // 4, 4))
     each = tl.sum(large, 1)
@@ -357,19 +505,19 @@ def _gather(
             tl.store(scratch + candidates + place, at, mask=(held > 0) & (place < room))
             held -= lowest
             place += 1
-    tl.store(scratch + table + 2 * tile, begin)
-    tl.store(scratch + table + 2 * tile + 1, number)
+    tl.store(scratch + tiles_at + 2 * tile, begin)
+    tl.store(scratch + tiles_at + 2 * tile + 1, number)
 
 
 @kernel
 def _pieces(
-    scratch, groups, table, number_of_tiles, part, GROUP: tl.constexpr, SHARERS: tl.constexpr
+    scratch, groups, tiles_at, number_of_tiles, part, GROUP: tl.constexpr, SHARERS: tl.constexpr
 ):  # fmt: skip
     """Return where the candidates of a group's tiles are, how many they are, and where they belong."""
     sharer = tl.arange(0, SHARERS)
     before = tl.sum(tl.load(scratch + groups + sharer, mask=sharer < part, other=0), 0)
     tile = part * GROUP + tl.arange(0, GROUP)
-    entry = scratch + table + 2 * tile
+    entry = scratch + tiles_at + 2 * tile
     begin = tl.load(entry, mask=tile < number_of_tiles, other=0)
     number = tl.load(entry + 1, mask=tile < number_of_tiles, other=0)
     return begin, number, before + tl.cumsum(number, 0) - number
@@ -377,18 +525,23 @@ def _pieces(
 
 @_loop
 def _arrange(
-    a, b, c, f, g, scratch, groups, table, candidates, k, n, room, number_of_tiles, sharers,
-    KIND: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr, WIDTH: tl.constexpr,
+    table, count, f, g,
+    KIND: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr, GRID: tl.constexpr,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Copy candidates end to end, in the order of their indices, behind where they were, and then their values. Tally
     their first digit, and find the largest magnitude; or do so with all elements, if the sample misled.
     """
-    part = tl.program_id(0).to(tl.int64)
-    elements, close = _amount(scratch, k, n, room, True)
+    own, part = segment(table, count, _COLUMNS, SEGMENTS, GRID)
+    a, b, c, n = _arrays(own, KIND, ALIGNED)
+    scratch, k = _array(own, _SCRATCH, tl.int32), _number(own, _K)
+    sharers, groups, tiles_at, candidates = _areas(own)
+    elements, close, _found, room = _amount(own, scratch, k, n, True)
     seen = tl.zeros((_VALUES,), tl.int32)
     top = k * 0
     if close > 0:
-        begin, number, first = _pieces(scratch, groups, table, number_of_tiles, part, GROUP, SHARERS)
+        number_of_tiles = _number(own, _NUMBER_OF_TILES)
+        begin, number, first = _pieces(scratch, groups, tiles_at, number_of_tiles, part, GROUP, SHARERS)
         lane = tl.arange(0, LANES)
         for step in range(0, tl.max(number, 0), LANES):
             there = (step + lane)[None, :] < number[:, None]
@@ -415,12 +568,12 @@ def _arrange(
 
 @_loop
 def _take(
-    a, b, c, f, g, scratch, groups, table, candidates, indices, values, number_of_tiles,
+    a, b, c, f, g, scratch, groups, tiles_at, candidates, indices, values, number_of_tiles,
     KIND: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, SHARERS: tl.constexpr,
 ):  # fmt: skip
     """Write all candidates, in the order of their indices; find the largest magnitude."""
     part = tl.program_id(0).to(tl.int64)
-    begin, number, first = _pieces(scratch, groups, table, number_of_tiles, part, GROUP, SHARERS)
+    begin, number, first = _pieces(scratch, groups, tiles_at, number_of_tiles, part, GROUP, SHARERS)
     lane = tl.arange(0, LANES)
     top = tl.max(number, 0) * 0
     for step in range(0, tl.max(number, 0), LANES):
@@ -445,16 +598,11 @@ class Chosen(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """How programs share rows: elements of a row, programs of a row, all programs.
-
-    Also where candidates are in scratch memory, and how many have room; none without candidates.
-    """
+    """How programs share rows: elements of a row, programs of a row, all programs."""
 
     width: int
     sharers: int
     programs: int
-    candidates: int = 0
-    room: int = 0
 
     @classmethod
     def of(cls, width: int, rows: int = 1) -> _Shared:
@@ -463,13 +611,38 @@ class _Shared(NamedTuple):
         sharers = -(-whole // tiles)
         return cls(width, sharers, rows * sharers)
 
-    @property
-    def form(self) -> tuple[int, int, int, int]:
-        return self.width, self.sharers, self.candidates, self.room
 
-    def numbers(self, on: Tensor) -> Tensor:
-        """Return memory for what :func:`_count` finds."""
-        return torch.empty(3 * self.programs + 1, dtype=torch.int32, device=on.device)
+class _Groups(NamedTuple):
+    """How the tiles of a long tensor are grouped: how many tiles there are, how many in a group, how many groups."""
+
+    tiles: int
+    group: int
+    sets: int
+
+    @classmethod
+    def of(cls, n: int, group: int = 8) -> _Groups:
+        """Group the tiles of n elements, at least ``group`` at a time."""
+        tiles = -(-n // _TILE)
+        group = max(group, triton.next_power_of_2(-(-tiles // _PROGRAMS)))
+        return cls(tiles, group, -(-tiles // group))
+
+    @property
+    def size(self) -> int:
+        """How many numbers scratch memory has for them."""
+        return self.sets + 2 * self.tiles
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """Where in scratch memory are: the number of each group's candidates, the place of each tile's candidates, and
+        the candidates' indices.
+        """
+        begin = _NOTES.value
+        return begin, begin + self.sets, begin + self.size
+
+    @property
+    def form(self) -> dict[str, int]:
+        lanes = max(1, BLOCK // self.group)
+        return {"GROUP": self.group, "LANES": lanes, "SHARERS": triton.next_power_of_2(self.sets)}
 
 
 def _margins(n: int, k: int) -> tuple[int, int]:
@@ -485,102 +658,242 @@ def _margins(n: int, k: int) -> tuple[int, int]:
     return rank, math.ceil(n * (rank + _SPARE * math.sqrt(rank) + 8) / _SAMPLE)
 
 
-def _tally_all(source: Source, k: int, shared: _Shared, rows: int) -> Tensor:
-    """Return the counts of the digits of rows' k-th largest, and the largest magnitudes. The source is written."""
-    scratch = torch.zeros(rows * _NOTES.value, dtype=torch.int32, device=source.a.device)
-    _tally_from(0, source, scratch, k, shared)
-    return scratch
-
-
-def _tally_from(digit: int, source: Source, scratch: Tensor, k: int, shared: _Shared) -> None:
-    for known in range(digit, 4):
-        form = {"KIND": source.kind, "KNOWN": known, "FOUND": shared.room > 0, "WIDTH": BLOCK}
-        run(_tally, shared.programs, *source.arguments, scratch, k, *shared.form, on=source.a, **form)
-        source = source.after()
-
-
-class _Groups(NamedTuple):
-    """How a long tensor's tiles are grouped, and where in scratch memory are: the number of each group's candidates,
-    the place of each tile's candidates, and the candidates' indices.
+def _all_margins(ns: Sequence[int], ks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the margins of all tensors, with zeros where no candidates are stored: of tensors of which they would be
+    too many, and of all if none is long. Launches for long tensors take the others along.
     """
+    if max(ns) < _LONG:
+        return []
+    margins = [_margins(n, k) for n, k in zip(ns, ks, strict=True)]
+    return [own if _SCARCE * own[1] <= n else (0, 0) for own, n in zip(margins, ns, strict=True)]
 
-    tiles: int
-    group: int
-    sharers: int
-    places: tuple[int, int, int]
+
+class _Target(NamedTuple):
+    """Where a selection is written: indices and values; or a payload, and the form of its indices."""
+
+    out: Tensor
+    values: Tensor
+    low_bits: int = 0
+    cut: int = 0
 
     @classmethod
-    def of(cls, n: int) -> _Groups:
-        tiles = -(-n // _TILE)
-        group = max(8, triton.next_power_of_2(-(-tiles // _PROGRAMS)))
-        sharers, begin = -(-tiles // group), _NOTES.value
-        return cls(tiles, group, sharers, (begin, begin + sharers, begin + sharers + 2 * tiles))
+    def room_for(cls, number: int, on: Tensor) -> _Target:
+        """Return memory for this many indices and values."""
+        indices = torch.empty(number, dtype=torch.int32, device=on.device)
+        return cls(indices, torch.empty(number, dtype=torch.float32, device=on.device))
+
+
+class _Writing(NamedTuple):
+    """What is written of selections; see :func:`_write`.
+
+    Attributes:
+        payload: whether payloads are written.
+        limit: the largest magnitude with which one is written.
+        subtract: whether zeros are written where its elements were.
+        place: where it is noted that something is not finite.
+    """
+
+    payload: bool = False
+    limit: int = 0x7FFFFFFF
+    subtract: bool = False
+    place: Tensor | None = None
 
     @property
-    def form(self) -> dict[str, int]:
-        lanes = max(1, BLOCK // self.group)
-        return {"GROUP": self.group, "LANES": lanes, "SHARERS": triton.next_power_of_2(self.sharers)}
-
-    def scratch(self, on: Tensor, places: int) -> Tensor:
-        return torch.empty(self.places[2] + places, dtype=torch.int32, device=on.device)
-
-    def gather(self, source: Source, scratch: Tensor, room: int) -> None:
-        form = {"KIND": source.kind, "GROUP": self.group, "WIDTH": _TILE, "num_warps": 8}
-        on = source.a
-        run(_gather, self.tiles, *source.arguments, scratch, *self.places, on.numel(), room, on=on, **form)
+    def form(self) -> dict[str, Any]:
+        form = {"PAYLOAD": self.payload, "LIMIT": self.limit}
+        return {**form, "SUBTRACT": self.subtract, "NOTES": self.place is not None}
 
 
-def _gather_all(source: Source, k: int, rank: int, room: int) -> tuple[Tensor, _Shared]:
-    """Store candidates, and return the counts of their digits; or the counts of all elements. The source is written."""
-    on, n = source.a, source.a.numel()
-    own = _Groups.of(n)
-    scratch = own.scratch(on, 3 * room)
-    form = {"KIND": source.kind, "SHARERS": own.form["SHARERS"], "SAMPLE": _SAMPLE, "num_warps": 8}
-    run(_bound, 1, *source.arguments, scratch, own.places[0], n, rank, own.sharers, on=on, **form)
-    own.gather(source, scratch, room)
-    source = source.after()
-    arrays = *source.arguments, scratch, *own.places
-    form = {"KIND": source.kind, **own.form, "WIDTH": BLOCK}
-    run(_arrange, own.sharers, *arrays, k, n, room, own.tiles, own.sharers, on=on, **form)
-    shared = _Shared.of(n)._replace(candidates=own.places[2] + room, room=room)
-    _tally_from(1, source, scratch, k, shared)
-    return scratch, shared
+class _Work:
+    """Launches over several tensors with the same formula, or over the rows of one: their table, and scratch memory.
+
+    Args:
+        sources: where elements come from.
+        ks: how many are selected of each tensor, or of each row.
+        rows: rows of the one tensor.
+        margins: for each tensor, a rank in its sample and the room for candidates. Without room, none are stored.
+        copies: how often candidates are stored.
+        alone: whether a program has a whole row, and needs no scratch memory.
+        scratch: the notes of an earlier tally.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        ks: Sequence[int],
+        rows: int = 1,
+        *,
+        margins: Sequence[tuple[int, int]] = (),
+        copies: int = 3,
+        alone: bool = False,
+        scratch: Tensor | None = None,
+    ) -> None:
+        self.sources, self._ks, device = sources, ks, sources[0].a.device
+        self._kind, self.margins = sources[0].kind, margins or [(0, 0)] * len(sources)
+        widths = [source.a.numel() // rows for source in sources]
+        self._shared = [_Shared(width, 1, rows) if alone else _Shared.of(width, rows) for width in widths]
+        group = max(_Groups.of(width).group for width in widths)
+        self.groups = [
+            _Groups.of(width, group) if room else _Groups(0, group, 0)
+            for width, (_, room) in zip(widths, self.margins, strict=True)
+        ]
+        self.narrows = any(room for _, room in self.margins)
+        self._sizes = [
+            0 if alone else rows * _NOTES.value + own.size + copies * room
+            for own, (_, room) in zip(self.groups, self.margins, strict=True)
+        ]
+        if scratch is None:  # if there are samples, the loop that looks at them writes the zeros
+            make = torch.empty if self.narrows or alone else torch.zeros
+            scratch = make(sum(self._sizes), dtype=torch.int32, device=device)
+        self.scratch = scratch
+        self.numbers = torch.empty(3 * sum(own.programs for own in self._shared), dtype=torch.int32, device=device)
+        arrays = (own for source in sources for own in (source.a, source.b, source.c))
+        self._aligned = all(own.data_ptr() % 16 == 0 for own in arrays) and not any(width % 4 for width in widths)
+        self._segments = Segments(sources[0].a)
+
+    def aim(self, targets: Sequence[_Target] = (), tops: Tensor | None = None) -> None:
+        """Set where selections are written, and the largest magnitudes."""
+        self._segments = Segments(self.sources[0].a, grids=4)
+        scratch, numbers, top = self.scratch.data_ptr(), self.numbers.data_ptr(), 0 if tops is None else tops.data_ptr()
+        for at, (source, shared, groups) in enumerate(zip(self.sources, self._shared, self.groups, strict=True)):
+            rank, room = self.margins[at]
+            arrays = (own.data_ptr() for own in (source.a, source.b, source.c, source.total))
+            out, form = (0, 0), (0, 0, 0)
+            if targets:
+                into = targets[at]
+                out = into.out.data_ptr(), into.values.data_ptr()
+                form = into.low_bits, into.cut, into.out.numel() // 4
+            self._segments.add(
+                (shared.programs, groups.tiles, groups.sets, 0 if room else shared.programs),
+                *arrays, scratch, numbers, top, *out, shared.width, self._ks[at], shared.sharers, rank, room,
+                groups.sets, groups.tiles, *form,
+            )  # fmt: skip
+            scratch += 4 * self._sizes[at]
+            numbers += 12 * shared.programs
+            top += 4
+
+    def run(self, loop: Any, *arguments: Any, grid: int = _SHARES, **form: Any) -> None:
+        """Launch a loop."""
+        f, g = self.sources[0].f, self.sources[0].g
+        self._segments.run(loop, f, g, *arguments, grid=grid, KIND=self._kind, ALIGNED=self._aligned, **form)
+
+    def select_short(self, writing: _Writing, note: Tensor) -> None:
+        """Do all for rows that fit into a program's registers."""
+        tile = max(16, triton.next_power_of_2(max(own.width for own in self._shared)))
+        form = {"WIDTH": tile, "num_warps": min(16, max(4, tile // _PER_WARP))}
+        self.run(_short, note, **writing.form, **form)
+
+    def bound(self) -> None:
+        """Set the thresholds of candidates."""
+        source = self.sources[0]
+        form = {"KIND": self._kind, "ALIGNED": self._aligned, "SHARERS": self._group_form["SHARERS"]}
+        self._segments.run_each(_bound, source.f, source.g, **form, SAMPLE=_SAMPLE, num_warps=8)
+
+    def gather(self) -> None:
+        """Store candidates of tensors that have room for them, which are written."""
+        group = self.groups[0].group
+        self.run(_gather, grid=_TILES, GROUP=group, GRID=_TILES, WIDTH=_TILE, num_warps=8)
+
+    @property
+    def _group_form(self) -> dict[str, int]:
+        return max(self.groups, key=lambda own: own.sets).form
+
+    def tally(self) -> None:
+        """Count the digits of each row's k-th largest, and find the largest magnitudes. All tensors are written."""
+        if self.narrows:
+            self.bound()
+            self.gather()
+        self._digit(0, _WHOLE)
+        self._kind = self.sources[0].kind_after
+        if self.narrows:
+            self.run(_arrange, grid=_GROUPS, GRID=_GROUPS, WIDTH=BLOCK, **self._group_form)
+        for known in range(1, 4):
+            self._digit(known, _SHARES)
+
+    def _digit(self, known: int, grid: int) -> None:
+        """Count the values of a digit, where so many are known."""
+        found = self.narrows and known > 0
+        self.run(_tally, grid=grid, KNOWN=known, FOUND=found, GRID=grid, WIDTH=BLOCK)
+
+    def count(self, level: int, writing: _Writing, *, write: bool = False, given: bool = False) -> None:
+        """Count what each program has to write."""
+        form = {"PAYLOAD": writing.payload, "LIMIT": writing.limit, "FOUND": self.narrows, "WIDTH": BLOCK}
+        self.run(_count, level, WRITE=write, GIVEN=given, **form)
+        self._kind = self.sources[0].kind_after
+
+    def write(self, level: int, writing: _Writing, note: Tensor, *, given: bool = False, every: bool = False) -> None:
+        """Write what was counted."""
+        sharers = triton.next_power_of_2(max(own.sharers for own in self._shared))
+        form = {"GIVEN": given, "ALL": every, "FOUND": self.narrows, "SHARERS": sharers, "WIDTH": BLOCK}
+        self.run(_write, level, note, **form, **writing.form)
 
 
-def _write_all(
-    source: Source, scratch: Tensor, numbers: Tensor, k: int, shared: _Shared, number: int, *, given: bool, every: bool
-) -> tuple[Tensor, Tensor]:
-    on = source.a
-    indices = torch.empty(number, dtype=torch.int32, device=on.device)
-    values = torch.empty(number, dtype=torch.float32, device=on.device)
-    form = {"KIND": source.kind, "GIVEN": given, "ALL": every, "FOUND": shared.room > 0, "WIDTH": BLOCK}
-    arrays = *source.arguments, scratch, numbers, indices, values
-    form["SHARERS"] = triton.next_power_of_2(shared.sharers)
-    run(_write, shared.programs, *arrays, k, *shared.form, on=on, **form)
-    return indices, values
+def _select(
+    sources: Sequence[Source], ks: Sequence[int], targets: Sequence[_Target], writing: _Writing, rows: int = 1
+) -> Tensor:
+    """Select the k largest of each tensor, or of each row, ties to the lower index. The sources are written; the host
+    does not wait.
+
+    Returns:
+        The largest magnitude of each tensor, or of the first row: int32.
+    """
+    tops = torch.empty(len(sources), dtype=torch.int32, device=sources[0].a.device)
+    note = tops if writing.place is None else writing.place
+    widths = [source.a.numel() // rows for source in sources]
+    begin = 0
+    for alone in (True, False):
+        some = [at for at, width in enumerate(widths) if (width <= _SHORT) is alone]
+        if not some:
+            continue
+        own, their, into = [sources[at] for at in some], [ks[at] for at in some], [targets[at] for at in some]
+        margins = [] if alone or rows > 1 else _all_margins([widths[at] for at in some], their)
+        work = _Work(own, their, rows, margins=margins, alone=alone)
+        work.aim(into, tops[begin:])
+        begin += len(some)
+        if alone:
+            work.select_short(writing, note)
+        else:
+            work.tally()
+            work.count(0, writing)
+            work.write(0, writing, note)
+    return tops
 
 
-def choose(source: Source, k: int, width: int, rows: int = 1) -> Chosen:
+def choose(source: Source, k: int, rows: int = 1) -> Chosen:
     """Select the k largest of each row, ties to the lower index. The source is written; the host does not wait."""
-    on = source.a
-    if width <= _SHORT:
-        indices, tops = (torch.empty(size, dtype=torch.int32, device=on.device) for size in (rows * k, rows))
-        values = torch.empty(rows * k, dtype=torch.float32, device=on.device)
-        tile = max(16, triton.next_power_of_2(width))
-        form = {"KIND": source.kind, "WIDTH": tile, "num_warps": min(16, max(4, tile // _PER_WARP))}
-        run(_short, rows, *source.arguments, indices, values, tops, k, width, on=on, **form)
-        return Chosen(indices, values, tops)
-    rank, room = _margins(width, k)
-    if rows == 1 and width >= _LONG and _SCARCE * room <= width:
-        scratch, shared = _gather_all(source, k, rank, room)
-    else:
-        shared = _Shared.of(width, rows)
-        scratch = _tally_all(source, k, shared, rows)
-    source, numbers = source.after(), shared.numbers(on)
-    form = {"KIND": source.kind, "WRITE": False, "GIVEN": False, "FOUND": shared.room > 0, "WIDTH": BLOCK}
-    run(_count, shared.programs, *source.arguments, scratch, numbers, k, *shared.form, on=on, **form)
-    indices, values = _write_all(source, scratch, numbers, k, shared, rows * k, given=False, every=False)
-    return Chosen(indices, values, numbers[-1:])
+    target = _Target.room_for(rows * k, source.a)
+    tops = _select([source], [k], [target], _Writing(), rows)
+    return Chosen(target.out, target.values, tops)
+
+
+def encode_all(
+    sources: Sequence[Source],
+    ks: Sequence[int],
+    outs: Sequence[Tensor],
+    *,
+    subtract: bool = False,
+    always: bool = False,
+    place: Tensor | None = None,
+) -> Tensor:
+    """Select as :func:`choose`, from several tensors with the same formula, and write payloads.
+
+    Args:
+        sources: where elements come from; they are written.
+        ks: how many are selected of each.
+        outs: where payloads are written: values, Elias–Fano's parts, zeros. Of whole words.
+        subtract: whether zeros are written into the sources where elements were.
+        always: whether a payload is written although its tensor is not finite.
+        place: where it is noted if a tensor is not finite.
+
+    Returns:
+        The largest magnitudes of all elements.
+    """
+    targets = [
+        _Target(out, out, elias_fano_low_bits(k, source.a.numel()), -(-2 * k // 8))
+        for source, k, out in zip(sources, ks, outs, strict=True)
+    ]
+    limit = _Writing().limit if always else INFINITE.value - 1
+    return _select(sources, ks, targets, _Writing(payload=True, limit=limit, subtract=subtract, place=place))
 
 
 def choose_sampled(source: Source, k: int, seed: int) -> Chosen:
@@ -593,8 +906,10 @@ def choose_sampled(source: Source, k: int, seed: int) -> Chosen:
     sample = torch.empty(size, dtype=torch.float32, device=on.device)
     form = {"KIND": source.kind, "WIDTH": BLOCK}
     run(_draw, -(-size // BLOCK), *source.arguments, sample, n, size, fold_seed(seed), on=on, **form)
-    scratch = _tally_all(Source.plain(sample), rank, _Shared.of(size), 1)
-    return _reaching(source, scratch, rank, k, given=False)
+    work = _Work([Source.plain(sample)], [rank])
+    work.aim()
+    work.tally()
+    return _reaching(source, work.scratch, rank, k, given=False)
 
 
 def _reaching(source: Source, counts: Tensor, level: int, most: int, *, given: bool) -> Chosen:
@@ -603,7 +918,7 @@ def _reaching(source: Source, counts: Tensor, level: int, most: int, *, given: b
     few = _few_reaching(source, counts, level, most, given=given) if long else None
     chosen = few or _all_reaching(source.after() if long else source, counts, level, given=given)
     if chosen.indices.numel() > most:
-        inside = choose(Source.plain(chosen.values), most, chosen.indices.numel())
+        inside = choose(Source.plain(chosen.values), most)
         return Chosen(chosen.indices[inside.indices], inside.values, chosen.tops)
     return chosen
 
@@ -611,32 +926,32 @@ def _reaching(source: Source, counts: Tensor, level: int, most: int, *, given: b
 def _few_reaching(source: Source, counts: Tensor, level: int, most: int, *, given: bool) -> Chosen | None:
     """Select the elements of a long tensor that reach a threshold; None if there are many. The source is written."""
     on, n = source.a, source.a.numel()
-    own, room = _Groups.of(n), min(n // _SCARCE, 2 * most + BLOCK)
-    scratch, groups = own.scratch(on, room), own.places[0]
+    room = min(n // _SCARCE, 2 * most + BLOCK)
+    work = _Work([source], [most], margins=[(0, room)], copies=1)
+    work.aim()
+    (own,), scratch = work.groups, work.scratch
     form = {"GIVEN": given, "SHARERS": own.form["SHARERS"]}
-    run(_bound_given, 1, counts, scratch, groups, level, own.sharers, on=on, **form)
-    own.gather(source, scratch, room)
+    run(_bound_given, 1, counts, scratch, own.places[0], level, own.sets, on=on, **form)
+    work.gather()
     number = int(scratch[_FOUND.value])
     if number > room:
         return None
-    indices = torch.empty(number, dtype=torch.int32, device=on.device)
-    values = torch.empty(number, dtype=torch.float32, device=on.device)
-    source = source.after()
-    arrays = *source.arguments, scratch, *own.places, indices, values
-    run(_take, own.sharers, *arrays, own.tiles, on=on, KIND=source.kind, **own.form)
-    return Chosen(indices, values, scratch[_TOP.value : _TOP.value + 1].clone())
+    target, source = _Target.room_for(number, on), source.after()
+    arrays = *source.arguments, scratch, *own.places, target.out, target.values
+    run(_take, own.sets, *arrays, own.tiles, on=on, KIND=source.kind, **own.form)
+    return Chosen(target.out, target.values, scratch[_TOP.value : _TOP.value + 1].clone())
 
 
 def _all_reaching(source: Source, counts: Tensor, level: int, *, given: bool) -> Chosen:
     """Select all elements that reach a threshold. The source is written."""
-    on, shared = source.a, _Shared.of(source.a.numel())
-    numbers = shared.numbers(on)
-    form = {"KIND": source.kind, "WRITE": True, "GIVEN": given, "FOUND": False, "WIDTH": BLOCK}
-    run(_count, shared.programs, *source.arguments, counts, numbers, level, *shared.form, on=on, **form)
-    seen = numbers[:-1].view(-1, 3)
-    number = int(seen[:, :2].sum())
-    written = _write_all(source.after(), counts, numbers, level, shared, number, given=given, every=True)
-    return Chosen(*written, seen[:, 2])
+    work, top = _Work([source], [level], scratch=counts), torch.empty(1, dtype=torch.int32, device=counts.device)
+    work.aim(tops=top)
+    work.count(level, _Writing(), write=True, given=given)
+    seen = work.numbers.view(-1, 3)
+    target = _Target.room_for(int(seen[:, :2].sum()), source.a)
+    work.aim([target], top)
+    work.write(level, _Writing(), top, given=given, every=True)
+    return Chosen(target.out, target.values, seen[:, 2])
 
 
 def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> Tensor:
@@ -644,14 +959,14 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
         return torch.empty(0, dtype=torch.int32, device=x.device)
     if sampled and k < x.numel():
         return choose_sampled(Source.plain(x), k, seed).indices
-    return choose(Source.plain(x), k, x.numel()).indices
+    return choose(Source.plain(x), k).indices
 
 
 def select_topk_rows(x: Tensor, k: int) -> Tensor:
-    rows, width = x.shape
+    rows = x.shape[0]
     if not rows or not k:
         return torch.empty(0, dtype=torch.int32, device=x.device)
-    return choose(Source.plain(x), k, width, rows).indices
+    return choose(Source.plain(x), k, rows).indices
 
 
 def select_threshold(x: Tensor, value: float) -> Tensor:

@@ -46,13 +46,19 @@ class Source:
         """Return the source whose elements are those of a tensor."""
         return cls(PLAIN, x, x, x)
 
+    @property
+    def total(self) -> Tensor:
+        """The array that holds the elements, or what they are computed from, once they have been written."""
+        return self.b if self.kind == COMPENSATE else self.c if self.kind in (MOMENTUM, NESTEROV) else self.a
+
+    @property
+    def kind_after(self) -> int:
+        """The formula of the same elements once they have been written: of :attr:`total`, b and f."""
+        return AHEAD if self.kind in (NESTEROV, AHEAD) else PLAIN
+
     def after(self) -> Source:
         """Return the source of the same elements once they have been written."""
-        if self.kind == COMPENSATE:
-            return Source.plain(self.b)
-        if self.kind == MOMENTUM:
-            return Source.plain(self.c)
-        return Source(AHEAD, self.c, self.b, self.b, self.f) if self.kind == NESTEROV else self
+        return Source(self.kind_after, self.total, self.b, self.b, self.f)
 
     @property
     def arguments(self) -> tuple[Any, ...]:

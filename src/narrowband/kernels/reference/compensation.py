@@ -26,6 +26,7 @@ __all__ = [
     "compensate_select_topk",
     "difference",
     "encode_topk",
+    "encode_topk_all",
     "poison_all_if",
     "restore_all_if",
     "restore_if",
@@ -63,13 +64,36 @@ def encode_topk(
 ) -> bool:
     finite, at, values = compensate_select_topk(x, residual, k, decay=decay, sampled=sampled, seed=seed)
     if finite:
-        n, number, cut = x.numel(), at.numel(), 4 * k
-        end = cut + elias_fano_nbytes(k, n)
-        out[4 * number :] = 0
-        out[: 4 * number].view(torch.float32).copy_(values)
-        elias_fano_encode(torch.cat([at, at.new_full((k - number,), n - 1)]), n, out[cut:end])
+        _write(at, values, x.numel(), k, out)
         if subtract:
             residual[at] = 0.0
+    return finite
+
+
+def _write(at: Tensor, values: Tensor, n: int, k: int, out: Tensor) -> None:
+    number, cut = at.numel(), 4 * k
+    end = cut + elias_fano_nbytes(k, n)
+    out[4 * number :] = 0
+    out[: 4 * number].view(torch.float32).copy_(values)
+    elias_fano_encode(torch.cat([at, at.new_full((k - number,), n - 1)]), n, out[cut:end])
+
+
+def encode_topk_all(
+    xs: Sequence[Tensor],
+    ks: Sequence[int],
+    outs: Sequence[Tensor],
+    *,
+    residuals: Sequence[Tensor] = (),
+    decay: float = 1.0,
+) -> bool:
+    finite = True
+    for x, residual, k, out in zip(xs, residuals or xs, ks, outs, strict=True):
+        if residuals:
+            finite &= encode_topk(x, residual, k, out, decay=decay, subtract=True)
+        else:
+            at = select_topk(x, k)
+            _write(at, x[at], x.numel(), k, out)
+            finite &= all_finite(x)
     return finite
 
 
