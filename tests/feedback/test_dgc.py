@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 import narrowband as nb
 from narrowband.codecs import BF16, Identity, TopK
 from narrowband.feedback import Compression
+from narrowband.kernels import Findings, backends
+from narrowband.kernels.backends import Backend
 
 SHAPE = (20, 30)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -68,6 +71,24 @@ def test_a_rollback_undoes_a_step_to_the_bit(keys, dtype, codec, moment):
     if moment == "committed late" and dgc.can_roll_back(x):
         dgc.commit("w", x, codec, payload, shape=SHAPE, seed=5)
         assert not same(before, state(dgc))
+    dgc.roll_back("w", x)
+    assert same(before, state(dgc))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("keys", ["", ",nesterov=true,masking=false,values=fp16"])
+def test_a_step_that_goes_on_although_it_is_not_finite_is_undone_to_the_bit(keys, monkeypatch):
+    """As on a GPU, whose answer the host does not wait for."""
+    monkeypatch.setattr(backends, "_chosen", {"cpu": Backend("narrowband.kernels.cuda")})
+    dgc = method(keys)
+    for step in range(2):
+        send(dgc, step, commit=True)
+    before, x, findings = state(dgc), gradient(2), Findings(torch.device("cpu"))
+    x[7] = math.inf
+    assert dgc.answers_late
+    with findings.noting(Findings.OWN):
+        assert dgc.encode("w", x, dgc.codec, shape=SHAPE, seed=2, commit=True)[0]
+    assert findings.places.tolist() == [1, 0, 0]
     dgc.roll_back("w", x)
     assert same(before, state(dgc))
 

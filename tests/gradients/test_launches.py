@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import narrowband as nb
 from narrowband.averaging import core, warmup
 from narrowband.averaging import step as steps
-from narrowband.collectives import Engine
+from narrowband.collectives import Engine, exchange
 from narrowband.kernels import backends
 from tests.ranks import run_ranks
 
@@ -89,9 +89,15 @@ def counted(rank, world_size, spec):
         with _Operators(started):
             return plain_try(self, what)
 
+    def tolist(self):
+        started["waits"] += counting[0]
+        return plain_list(self)
+
+    plain_list, torch.Tensor.tolist = torch.Tensor.tolist, tolist  # it calls no operator
     launching._on_device, Engine._try = table, counting_try
     torch.empty = torch.zeros  # what no loop has written should be possible
     import_module("narrowband.kernels.cuda.selection")._LONG //= 3**2
+    exchange.ASYNCHRONOUS = {"cpu"}
     backends.PACKAGES["cpu"], steps.AHEAD = "narrowband.kernels.cuda", {"cpu"}
     core.warm_up = warmup.use_all = lambda *_, **__: None
     model = DistributedDataParallel(_Transformer(), bucket_cap_mb=_BUCKET_MB)
@@ -121,3 +127,14 @@ def test_a_step_starts_little_and_waits_for_nothing(spec):
     assert found["loops"] <= loops, found
     assert found["tables"] <= tables
     assert found["operators"] <= operators
+
+
+#: Spec → the most waits of a step: two for each of 13 buckets, for what is zero and for what is not finite, and with
+#: PowerSGD one for rows to draw anew; and some for the averages.
+WAITS = {"dgc:density=0.01": 31, "dgc:density=0.01,nesterov=true": 31, "powersgd:rank=4,halves=1": 43}
+
+
+@pytest.mark.parametrize("spec", WAITS)
+def test_a_step_that_the_host_decides_waits_for_buckets_and_not_for_tensors(spec):
+    (found,) = run_ranks(counted, 1, spec, fresh=True)
+    assert 0 < found["waits"] <= WAITS[spec], found

@@ -52,6 +52,7 @@ class AllGather(Exchange):
 
     name: ClassVar[str] = "all_gather"
     decided_by_encoding: ClassVar[bool] = True
+    asks_late: ClassVar[bool] = True
 
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
@@ -159,7 +160,7 @@ class AllGather(Exchange):
     def _write(self, good: bool) -> None:
         size = self.peers.size
         left = [*range(len(self.operands))]
-        if self.findings is not None or not self._received.is_cpu:
+        if self.findings is not None or self._runs_behind(self._received):
             for own in _alike(self.operands):
                 codec, some = self.operands[own[0]].codec, [self.operands[at] for at in own]
                 if codec.decodes_several and self._fixed and all(_takes_means(each) for each in some):

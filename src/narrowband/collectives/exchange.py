@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TRAILER", "Exchange", "Sent"]
 
+#: Types of devices that run asynchronously to the host, which waits for their answers.
+ASYNCHRONOUS = {"cuda"}
+
 #: Bytes of the trailer of a payload: one flag for "not finite", and three that keep the next payload aligned.
 TRAILER = 4
 
@@ -84,6 +87,9 @@ class Exchange(ABC):
     #: first :meth:`encode`. Then the exchange takes everything as finite and commits; feedback is rolled back on the
     #: device, and the caller writes NaN into the averages of a bad step.
     findings: Findings | None = None
+
+    #: Whether it can encode all tensors of a call before it learns whether they are finite.
+    asks_late: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -149,6 +155,7 @@ class Exchange(ABC):
         self.norms: dict[str, Norms] = {}
         self._payloads: list[Tensor] = []  # this rank's payloads, one per operand
         self._locally_finite = True
+        self._zeros: set[str] = set()  # keys of operands whose state stays as it is, because they are zero
         self._decided = False
         self._not_encoded = list(operands)
 
@@ -165,12 +172,36 @@ class Exchange(ABC):
         begin = time.perf_counter()
         operands, self._not_encoded = self._not_encoded, []
         self.operands += operands
-        with self._noting(Findings.OWN):
+        if self.findings is None:
+            some = [each for each in operands if each.feedback is not None and each.feedback.holds(each.key)]
+            some = [each for each in some if not each.incremental]
+            zeros = kernels.all_zero_each([each.x for each in some])
+            self._zeros.update(each.key for each, zero in zip(some, zeros, strict=True) if zero)
+        asked = Findings(operands[0].x.device) if self._asks_once(operands) else None
+        with self._noting(Findings.OWN) if asked is None else asked.noting(Findings.OWN):
             self._encode_all(operands)
+        if asked is not None:
+            self._locally_finite &= not any(asked.places.tolist())
         if self.findings is not None and not self._locally_finite:  # found on the host
             self.findings.note(Findings.OWN, bad=True)
         self.encode_seconds += time.perf_counter() - begin
         return self._locally_finite
+
+    @staticmethod
+    def _runs_behind(x: Tensor) -> bool:
+        """Return whether a tensor's device runs asynchronously to the host."""
+        return x.device.type in ASYNCHRONOUS
+
+    def _asks_once(self, operands: Sequence[Operand]) -> bool:
+        """Return whether the host learns once, after all of these operands, whether they are finite. Otherwise it waits
+        for the device at each.
+        """
+        if self.findings is not None or self.measure or not self.asks_late or not operands:
+            return False
+        if not self._runs_behind(operands[0].x):
+            return False
+        stateful = [(operand, operand.feedback) for operand in operands if operand.feedback is not None]
+        return all(own.answers_late and own.can_roll_back(operand.x) for operand, own in stateful)
 
     @property
     @abstractmethod
@@ -317,10 +348,7 @@ class Exchange(ABC):
         seed = operand.seed_of(self.peers.rank)
         codec, feedback, x = self._codec(operand), operand.feedback, operand.x
         # A first gradient of zeros is encoded with feedback, too, so that the state has a residual for every layer.
-        ahead = self.findings is not None
-        if feedback is not None and (
-            ahead or operand.incremental or not feedback.holds(operand.key) or _any_nonzero(x)
-        ):
+        if feedback is not None and operand.key not in self._zeros:
             if not self.has_owners:
                 feedback.reclaim_owner_error(operand.key)
             early = self._commits_early(operand)  # commit while x is in the caches and other ranks still compute
@@ -336,7 +364,3 @@ class Exchange(ABC):
             finite = kernels.all_finite(x.float())
             payload = codec.encode(x.view(dims(operand.shape)), seed=seed, out=out)
         return finite, payload
-
-
-def _any_nonzero(x: Tensor) -> bool:
-    return not kernels.all_zero(x) if x.dtype == torch.float32 else bool(x.any())

@@ -98,6 +98,7 @@ class FactorReduce(Exchange):
 
     name: ClassVar[str] = "factor_reduce"
     decided_by_encoding: ClassVar[bool] = True
+    asks_late: ClassVar[bool] = True
 
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
@@ -146,7 +147,10 @@ class FactorReduce(Exchange):
     # ---- before the first collective ---------------------------------------------------------------------------------
 
     def _encode_all(self, operands: Sequence[Operand]) -> None:
-        matrices = [self._matrix(operand) for operand in operands]
+        zeros = [False] * len(operands)  # where the host does not wait, all take part, as in other exchanges
+        if self.findings is None:
+            zeros = kernels.all_zero_each([operand.x for operand in operands])
+        matrices = [self._matrix(operand, takes_part=not zero) for operand, zero in zip(operands, zeros, strict=True)]
         factored = sorted(
             (matrix for matrix in matrices if matrix.r),
             key=lambda x: (*self._form(x), self._state.order(x.operand.key), x.operand.key),
@@ -198,6 +202,7 @@ class FactorReduce(Exchange):
             block.q = q
         if self.findings is not None:
             return True
+        # The host waits once: rows that it draws depend on the step, and spare rows, drawn before, would be others.
         lacking = [~(block.q != 0).any(-1) for block in blocks]
         drawn = bool(torch.cat([rows.view(-1) for rows in lacking]).any())
         if drawn:
@@ -207,13 +212,9 @@ class FactorReduce(Exchange):
                     rows[which] = start(length, r, ~matrix.operand.seed(0), rows.device)[which]
         return drawn
 
-    def _matrix(self, operand: Operand) -> Matrix:
+    def _matrix(self, operand: Operand, *, takes_part: bool) -> Matrix:
         state, x = self._state, operand.x
         n, m, r = state.factors(operand.codec, operand.shape)
-        if self.findings is not None:
-            takes_part = True  # as in other exchanges of such a step
-        else:
-            takes_part = bool(x.any()) if x.dtype != torch.float32 else not kernels.all_zero(x)
         if not state.ef or (not r and not state.has_residual(operand.key)):
             values = x if x.dtype == torch.float32 else x.float()
             self._locally_finite &= kernels.all_finite(values.view(-1), below=TOO_LARGE)
@@ -448,11 +449,14 @@ class FactorReduce(Exchange):
 
         The factor of a matrix of zeros is not kept if the host knows of it. Otherwise the device replaces its rows.
         """
-        for block, of_block in zip(self._blocks, factors, strict=True):
-            kept = of_block if self.findings is not None else of_block.clone()  # which would be restored by themselves
-            nonzero = [True] * len(kept) if self.findings is not None else kept.any(-1).any(-1).tolist()
-            for matrix, rows, there in zip(block.matrices, kept, nonzero, strict=True):
-                if there:
+        ahead = self.findings is not None
+        kept = [own if ahead else own.clone() for own in factors]  # the device would restore them by themselves
+        there = iter([True] * sum(len(own) for own in kept))
+        if kept and not ahead:
+            there = iter(torch.cat([own.any(-1).any(-1) for own in kept]).tolist())
+        for block, own in zip(self._blocks, kept, strict=True):
+            for matrix, rows in zip(block.matrices, own, strict=True):
+                if next(there):
                     self._state.keep(matrix.operand.key, rows, left=self._keeps_left(block))
 
     @staticmethod

@@ -108,7 +108,7 @@ class HalfRounds(FactorReduce):
             self.encode_seconds += time.perf_counter() - begin
             yield self._sum(together, [block.p for block in self._blocks], parts)
             begin = time.perf_counter()
-            self.finite = kernels.all_finite(together)
+            self.finite = kernels.all_finite(together)  # the host waits, because ranks stop here if it is not
             if not self.finite or not self._blocks:
                 return  # on all ranks alike
             for block, mean in zip(self._blocks, self._mean, strict=True):

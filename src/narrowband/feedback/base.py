@@ -80,6 +80,13 @@ class State(ABC):
         return False
 
     @property
+    def answers_late(self) -> bool:
+        """Whether :meth:`Feedback.encode` may go on with tensors that are not finite, as long as
+        :meth:`Feedback.roll_back` follows. The host then waits for the device once for several tensors.
+        """
+        return self.goes_ahead
+
+    @property
     def needs_learning_rates(self) -> bool:
         """Whether :meth:`set_learning_rates` has to be called before every step."""
         return False

@@ -72,7 +72,8 @@ class _Sent:
     commit: Callable[[Tensor | None], None] | None  # takes the indices delivered (None: all); None once it was called
     at: Tensor | None = None  # indices of the elements sent; None: all
     rate: float = 1.0  # residual / sent values: the learning rate with ``accumulate=steps``
-    overlap: float = 0.0  # dot product of the sent values and their rounding errors, in units of what is sent
+    #: Returns the dot product of the sent values and their rounding errors, in units of what is sent.
+    overlap: Callable[[], float] = float
 
 
 @dataclass(unsafe_hash=True)
@@ -204,6 +205,11 @@ class DGC(Feedback):
         return replace(override, density=max(override.density, default.density))
 
     @property
+    def answers_late(self) -> bool:
+        # It does not go ahead: a gradient of zeros leaves its velocity as it is, so the host has to know of it first.
+        return self.store == "fp32"
+
+    @property
     def needs_learning_rates(self) -> bool:
         return self.accumulate == "steps"
 
@@ -319,7 +325,9 @@ class DGC(Feedback):
                 before.copy_(x)
             self._now[key], self._before[key] = now, before
 
-        overlap = 0.0 if left is None or not finite else float(torch.dot(arrives, left)) / unit
+        def overlap() -> float:
+            return 0.0 if left is None else float(torch.dot(arrives, left)) / unit
+
         self._sent[key] = _Sent(undo, commit, at, unit, overlap)
         if not finite:
             nbytes = codec.payload_nbytes(shape, torch.float32)
@@ -382,7 +390,7 @@ class DGC(Feedback):
             return None
         lost = squared_norm(self._residual(key)) / unit**2
         arrived = squared_norm(codec.decode(payload, torch.empty(dims(shape), dtype=torch.float32, device=x.device)))
-        return Norms(lost + arrived + 2.0 * overlap, lost)
+        return Norms(lost + arrived + 2.0 * overlap(), lost)
 
     def _commit(self, key: str, x: Tensor, arrived: Tensor | None = None) -> None:
         sent = self._sent[key]
@@ -470,6 +478,7 @@ class DGC(Feedback):
         named = [(name, x) for name, x in averages if x.numel()]
         if not self.momentum or not named:
             return
+        # One wait for the device: a velocity that would wait there, too, would need a launch for each parameter.
         used = torch.stack([norm.float() for norm in torch._foreach_norm([x for _, x in named], math.inf)]).tolist()
         flats, velocities = [], []
         for (name, x), norm in zip(named, used, strict=True):

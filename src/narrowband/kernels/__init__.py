@@ -30,6 +30,7 @@ from narrowband.kernels.checksums import checksum
 from narrowband.kernels.compensation import (
     all_finite,
     all_zero,
+    all_zero_each,
     compensate,
     compensate_select_topk,
     difference,
@@ -113,6 +114,7 @@ __all__ = [
     "Windows",
     "all_finite",
     "all_zero",
+    "all_zero_each",
     "apply_mask",
     "backend_for",
     "centred_steps",

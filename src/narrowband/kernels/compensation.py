@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "all_finite",
     "all_zero",
+    "all_zero_each",
     "compensate",
     "compensate_select_topk",
     "difference",
@@ -118,6 +119,13 @@ def take_difference(x: Tensor, base: Tensor) -> bool:
 def all_zero(x: Tensor) -> bool:
     """True if no element differs from zero (NaN does)."""
     return cast("bool", backend_of(x).all_zero(x))
+
+
+def all_zero_each(xs: Sequence[Tensor]) -> list[bool]:
+    """Return, for each of several tensors of any real floating dtypes, whether no element differs from zero (NaN does).
+    The host waits once for all of them.
+    """
+    return cast("list[bool]", backend_of(xs[0]).all_zero_each(xs)) if xs else []
 
 
 def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from narrowband.averaging import warmup
+from narrowband.collectives import exchange
 from narrowband.kernels import backends
 from tests.gradients.training import compress, flat, mlp, sgd, train, wrap
 from tests.ranks import run_ranks
@@ -28,6 +29,7 @@ SPECS = {
 def trained(rank, world_size, package):
     """Spec → parameters, residuals and losses after some steps on the CPU, and whose loops these were."""
     backends.PACKAGES["cpu"] = package
+    exchange.ASYNCHRONOUS = {"cpu"}
     backends._chosen.clear()
     warmup._SIDES = (32,)  # the interpreter takes its time
     found = {}

@@ -50,6 +50,8 @@ from narrowband.kernels.selection import sample_rank, sample_size
 from narrowband.kernels.sparse import elias_fano_low_bits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
     from torch import Tensor
 
@@ -322,6 +324,10 @@ def take_difference(x: Tensor, base: Tensor) -> bool:
     bits = before.view(np.int32)
     blocks = -(-bits.size // BLOCK)
     return all(spread(blocks, 2 * bits.size, lambda a, b: bool(_take_difference_range(now, before, bits, a, b))))
+
+
+def all_zero_each(xs: Sequence[Tensor]) -> list[bool]:
+    return [all_zero(x) if x.dtype == torch.float32 else not bool(x.any()) for x in xs]
 
 
 def all_zero(x: Tensor) -> bool:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "all_finite",
+    "all_zero_each",
     "compensate",
     "compensate_select_topk",
     "difference",
@@ -175,6 +176,12 @@ def _below(loop: Any, below: float, n: int, *arrays: Tensor, **scalars: float) -
 
 def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
     return _below(_look, below, x.numel(), x)
+
+
+def all_zero_each(xs: Sequence[Tensor]) -> list[bool]:
+    tops = [top.float() for top in torch._foreach_norm([x for x in xs if x.numel()], math.inf)]
+    found = iter((torch.stack(tops) == 0.0).tolist() if tops else ())
+    return [not x.numel() or next(found) for x in xs]
 
 
 def compensate(x: Tensor, residual: Tensor, *, decay: float = 1.0, below: float = math.inf) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "all_finite",
     "all_zero",
+    "all_zero_each",
     "compensate",
     "compensate_select_topk",
     "difference",
@@ -111,6 +112,10 @@ def take_difference(x: Tensor, base: Tensor) -> bool:
 
 def all_zero(x: Tensor) -> bool:
     return not bool(x.any())
+
+
+def all_zero_each(xs: Sequence[Tensor]) -> list[bool]:
+    return [all_zero(x) for x in xs]
 
 
 def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
