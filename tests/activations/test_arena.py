@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import narrowband as nb
 from narrowband.activations.arena import Arena, Pieces
+from tests.garbage import collected_after
 
 CPU = torch.device("cpu")
 HUGE = 2 << 20  # bytes of a page, to which pieces are rounded up
@@ -115,6 +116,16 @@ def test_threads_never_share_a_piece():
         thread.join()
     assert not wrong
     assert pieces.nbytes == pieces.idle_nbytes <= 4 * HUGE
+
+
+@pytest.mark.parametrize("idle", [24, 1])
+def test_a_piece_may_return_at_any_allocation(idle):
+    for allocations in range(1, 40):
+        pieces = Pieces()
+        held = [pieces.take(1) for _ in range(26)]
+        del held[:idle]
+        with collected_after(allocations, held.pop):
+            assert pieces.nbytes <= 26 * HUGE
 
 
 # ---- a model's -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from narrowband.collectives import borrow, group_of, new_group
+from narrowband.collectives import Loan, borrow, group_of, new_group
 from tests.gradients.training import compress, mlp, train, wrap
 from tests.ranks import run_ranks
 
@@ -100,3 +103,36 @@ def timeout_of(group):
 @pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, {"nodes": 2})])
 def test_a_time_out_that_is_changed_later_holds_for_groups_of_the_library_too(ranks, options):
     assert run_ranks(other_time_outs, ranks, options) == [[True] * 4] * ranks
+
+
+def given_back_meanwhile(rank, world_size):
+    """Borrow while another thread gives groups back, as an engine's that has let go of the last of its handle."""
+    first = borrow(dist.group.WORLD, CPU)
+    shelf, group = first._shelf, first.group
+    first.give_back()
+
+    done = threading.Event()
+
+    def give_back():
+        for number in range(10_000, 20_000):
+            if done.is_set():
+                break
+            Loan(group, number, shelf, lambda: None, None).give_back()
+            time.sleep(1e-5)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=give_back)
+    try:
+        thread.start()
+        for _ in range(50):
+            borrow(dist.group.WORLD, CPU).give_back()
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(before)
+        shelf.free.clear()
+
+
+def test_groups_may_be_given_back_by_another_thread():
+    run_ranks(given_back_meanwhile, 1)

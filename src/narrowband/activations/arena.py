@@ -34,7 +34,8 @@ class Pieces:
     2 · :data:`_RECENT` passes.
 
     Nothing here takes a lock: a piece returns wherever Python frees an object, which may happen at any point. Instead,
-    each access to the collections is a single operation.
+    each access to the collections is a single operation. (A copy as a list is one. One as a tuple is none: garbage
+    collection may run after its iteration has begun.)
 
     Example:
         >>> pieces = Pieces()
@@ -59,7 +60,7 @@ class Pieces:
     @property
     def idle_nbytes(self) -> int:
         """Bytes of the pieces that are not in use."""
-        return sum(len(piece) for piece in tuple(self._idle))
+        return sum(len(piece) for piece in list(self._idle))
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +86,7 @@ class Pieces:
         return torch.from_numpy(part)
 
     def _busy(self) -> int:
-        return sum(tuple(self._in_use.values()))
+        return sum(list(self._in_use.values()))
 
     def _found(self, nbytes: int) -> mmap.mmap | None:
         for _ in range(len(self._idle)):

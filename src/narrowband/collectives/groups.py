@@ -66,15 +66,16 @@ class Loan:
         """
         group = vars(self).pop("group", None) if self._handed_over is None else self._handed_over()
         if group is not None and not self.broken:
-            self._shelf.free[self.number] = group
+            self._shelf.free[self.number] = weakref.ref(group)
 
 
 class _Shelf:
     """The groups created for one set of ranks and one backend."""
 
     def __init__(self) -> None:
-        #: Number → group. Weak references: PyTorch holds groups until they are destroyed.
-        self.free: weakref.WeakValueDictionary[int, dist.ProcessGroup] = weakref.WeakValueDictionary()
+        #: Number → group. Weak references: PyTorch holds groups until they are destroyed. Groups are given back by any
+        #: thread, and by garbage collection at any time: a copy of the numbers is one operation on a plain dictionary.
+        self.free: dict[int, weakref.ref[dist.ProcessGroup]] = {}
         self.next_number = 0
 
 
@@ -128,15 +129,17 @@ def borrow(like: dist.ProcessGroup, device: torch.device) -> Loan:
     ranks = dist.get_process_group_ranks(like)
     backend, timeout = dist.get_backend(like), _timeout_of(like, device)
     shelf = _shelves.setdefault((tuple(ranks), backend), _Shelf())
-    for number, group in list(shelf.free.items()):
-        if not _alive(group):
+    for number in list(shelf.free):
+        if (found := shelf.free[number]()) is None or not _alive(found):
             del shelf.free[number]
     of_all: list[Any] = [None] * len(ranks)
     dist.all_gather_object(of_all, (sorted(shelf.free), shelf.next_number), group=like)
     everywhere = set.intersection(*(set(free) for free, _ in of_all))
     if everywhere:
         number = min(everywhere)
-        group = shelf.free.pop(number)
+        found = shelf.free.pop(number)()
+        assert found is not None
+        group = found
         if timeout is not None:
             group.set_timeout(timeout)
     else:

@@ -272,7 +272,7 @@ def _listen() -> None:
 
     def before_step(optimizer: torch.optim.Optimizer, _: Any, options: dict[str, Any]) -> None:
         if not only_makes_state(optimizer, options):
-            for watch in tuple(_watches):
+            for watch in list(_watches):  # garbage collection may remove some while a tuple is made
                 watch.before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
