@@ -312,9 +312,9 @@ def test_what_has_been_done_is_not_kept_alive():
     bench.wait(1)
     touched = threading.Event()
     bench.engine.post(lambda what=big: (what.touch(), touched.set()))
-    assert touched.wait(10)
+    assert touched.wait(180)
     del big
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 180
     while gone() is not None and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
@@ -371,6 +371,20 @@ def test_whoever_releases_a_callback_last_releases_no_work_and_the_engine_waits_
     callbacks.clear()
     closing.join(timeout=60)
     assert not closing.is_alive()
+
+
+def test_two_threads_may_ask_at_once_whether_a_callback_is_held():
+    """A handle is closed while its thread, which a slow link holds up, is still at work."""
+    engine, held, asked = Bench().engine, print, []
+
+    def released():
+        if not asked:  # the other thread asks just now
+            asked.append(True)
+            engine._is_held()
+
+    engine._callbacks.extend([released, lambda: held])
+    assert engine._is_held()
+    assert engine._is_held()
 
 
 def test_a_process_that_exits_right_after_a_collective_waits_for_torchs_threads(monkeypatch):

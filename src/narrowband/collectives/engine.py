@@ -174,10 +174,8 @@ class Engine(SerialExecutor):
             _settle()
 
     def _is_held(self) -> bool:
-        """Whether a thread of torch still has to release a callback."""
-        while self._callbacks and self._callbacks[0]() is None:
-            self._callbacks.popleft()
-        return bool(self._callbacks)
+        """Whether a thread of torch still has to release a callback. Any thread may ask: nothing is removed here."""
+        return any(callback() is not None for callback in list(self._callbacks))
 
     # ---- on the engine's thread --------------------------------------------------------------------------------------
 
@@ -264,7 +262,8 @@ class Engine(SerialExecutor):
         if isinstance(work, _Arrived):
             note()
         else:
-            self._is_held()  # forgets those that were released
+            while self._callbacks and self._callbacks[0]() is None:
+                self._callbacks.popleft()  # it was released
             self._callbacks.append(weakref.ref(note))
             work.get_future().add_done_callback(note)
 
