@@ -126,7 +126,7 @@ def test_several_threads_have_a_pass_each():
             raise
 
     def wait(which):
-        barriers[which].wait(30)
+        barriers[which].wait(180)
 
     def meet():
         wait(0)

@@ -57,7 +57,7 @@ def given_wrongly(rank, world_size, way, wrong, on):
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_one_rank_is_given_wrongly_is_an_error_on_all(way, kind):
     wrong, words = WRONG[kind]
-    (told, steps), (own, own_steps) = run_ranks(given_wrongly, 2, way, wrong, [1], timeout_s=60.0)
+    (told, steps), (own, own_steps) = run_ranks(given_wrongly, 2, way, wrong, [1])
     assert told[0] == "DisagreementError"
     assert f"problem (none on rank 0; {words}" in told[1]
     assert f"Call {way} on all ranks with the same arguments" in told[1]
@@ -67,7 +67,7 @@ def test_what_one_rank_is_given_wrongly_is_an_error_on_all(way, kind):
 
 def test_what_all_ranks_are_given_wrongly_is_the_error_itself():
     wrong, words = WRONG["mixed"]
-    for refused, steps in run_ranks(given_wrongly, 2, "Averager", wrong, [0, 1], timeout_s=60.0):
+    for refused, steps in run_ranks(given_wrongly, 2, "Averager", wrong, [0, 1]):
         assert f"{refused[0]}: {refused[1]}".startswith(words)
         assert steps == 1
 

@@ -95,7 +95,7 @@ def average(kind, items, rank, world_size, *, good=None, measure=False, rotating
         engine.start(work.job(), finished.set)
 
     engine.post(begin)
-    assert finished.wait(30)
+    assert finished.wait(180)
     engine.close()
     if pairs is not None:
         pairs.close()

@@ -43,7 +43,7 @@ def let_go(rank, world_size):
     del model
     gc.collect()
     for thread in mine:
-        thread.join(10)
+        thread.join(180)
     del layers
     return kept, [thread.is_alive() for thread in mine], residual() is None
 

@@ -611,7 +611,7 @@ def gone(rank, world_size):
 
 def test_a_rank_that_goes_away_is_an_error_from_backward():
     with pytest.raises(RankError) as caught:
-        run_ranks(gone, 2, fresh=True, timeout_s=20.0, grace_s=30.0)
+        run_ranks(gone, 2, fresh=True, grace_s=180.0)
     first, later, end = caught.value.results[0]
     assert first[0] == "RuntimeError"
     assert [kind for kind, _ in later] == ["RuntimeError"] * 2

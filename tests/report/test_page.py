@@ -64,7 +64,7 @@ def seen(page, tmp_path, *flags):
     command = [CHROMIUM, "--headless", "--no-sandbox", *quiet, "--enable-logging=stderr", *flags]
     done = subprocess.run(
         [*command, "--virtual-time-budget=20000", "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 

@@ -198,7 +198,7 @@ def other_rounds(rank, world_size):
 
 
 def test_a_mistake_of_one_rank_is_told_to_its_replica_too():
-    for errors in run_ranks(other_rounds, 4, timeout_s=60.0):
+    for errors in run_ranks(other_rounds, 4):
         for kind, text in errors:
             assert kind == "DisagreementError"
             assert "(3 on rank 1; 2 on rank 3)" in text

@@ -74,7 +74,7 @@ def test_importing_the_package_does_not_import_numba_nor_what_runs_on_the_cpu_tr
         "import torch, narrowband as nb; nb.codec('qsgd:bits=4').roundtrip(torch.randn(100)); "
         "assert not {'triton', 'narrowband.kernels.cuda'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 def test_where_numba_compiles_nothing_that_is_said() -> None:
