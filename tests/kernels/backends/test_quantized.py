@@ -64,7 +64,7 @@ def test_zero_is_kept_as_zero_where_the_random_number_is_nearly_one(scale: str, 
     highest = torch.stack([uniform(0, x.numel(), seed, x.device) for seed in range(512)]).mul_(x == 0).max(1)
     seeds = (highest.values > 1 - 2.0**-18).nonzero().view(-1).tolist()
     assert len(seeds) > 3
-    for seed in seeds:
+    for seed in seeds[:4]:
         assert_same_payload(x, bits, group, scale, stochastic=True, seed=seed)
         payload = quantize(reference, x, bits, group, scale, stochastic=True, seed=seed)
         assert not codes(payload, x.numel(), bits, group, scale)[x == 0].any()
