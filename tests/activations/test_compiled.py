@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd import graph_compile
 from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, graph_bytes
@@ -298,6 +301,23 @@ def test_outside_of_the_hooks_the_model_is_as_it_was_and_nothing_is_compiled_twi
         assert four < eight < kept == again
         assert all(map(torch.equal, gradients, wanted))
         assert counter.frame_count == 3, times
+
+
+def test_graphs_are_freed_with_what_was_compiled(monkeypatch):
+    context, graphs = graph_compile._get_saved_tensor_hook_context, weakref.WeakSet()
+
+    def watched():
+        found = context()
+        graphs.add(found["_bw_graph"])
+        return found
+
+    monkeypatch.setattr(graph_compile, "_get_saved_tensor_hook_context", watched)
+    compiled = torch.compile(mlp(), backend="aot_eager")
+    run(compiled, torch.randn(BATCH, WIDTH), saving(8))
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert not graphs
 
 
 def test_the_same_hooks_come_back():

@@ -289,7 +289,7 @@ class _Saved:
                     self._users.append(user)
                 if node in self._alike and (same or _is_relu(user)):
                     self._alike.add(user)
-                if user not in gradients:
+                if user.name not in gradients:
                     self._derived.add(user)
                     left.append(user)
 
@@ -322,19 +322,20 @@ class _Saved:
         return any(_asks_for_sign(user) for user in self._users)
 
 
-#: Backward graph → its nodes that depend on incoming gradients. Found once, before packing adds nodes to the graph.
-_gradients: weakref.WeakKeyDictionary[Graph, set[Node]] = weakref.WeakKeyDictionary()
+#: Backward graph → names of its nodes that depend on incoming gradients. Found once, before packing adds nodes to the
+#: graph. A node would keep its graph alive.
+_gradients: weakref.WeakKeyDictionary[Graph, set[str]] = weakref.WeakKeyDictionary()
 
 
-def _of_gradients(backward: Graph) -> set[Node]:
+def _of_gradients(backward: Graph) -> set[str]:
     found = _gradients.get(backward)
     if found is None:
         found = _gradients[backward] = set()
         for node in backward.nodes:
             # PyTorch's own partitioner, too, recognizes incoming gradients by this name.
             given = node.op == "placeholder" and "tangents" in str(node.target)
-            if given or any(x in found for x in node.all_input_nodes):
-                found.add(node)
+            if given or any(x.name in found for x in node.all_input_nodes):
+                found.add(node.name)
     return found
 
 
