@@ -79,10 +79,13 @@ def bits_of_attention(deviation, bits):
     return 8 if kept[bits] == kept[8] else bits
 
 
-def of_attention(deviation, *, fused=True):
+def of_attention(deviation, *, fused=True, compiled=False):
     torch.manual_seed(0)
     x, weights = torch.randn(4, 64, 64), torch.randn(4, 4, 64, 16)
-    model = Attention(x, deviation, fused=fused)
+    model: nn.Module = Attention(x, deviation, fused=fused)
+    if compiled:
+        torch._dynamo.reset()
+        model = torch.compile(model, backend="aot_eager")
 
     def run():
         return (model(x) * weights).sum()
@@ -110,6 +113,18 @@ def test_fused_attention_with_large_scores():
     assert needs_8 == list(range(int(first), 6))
     (written_out,) = re.findall(r"[Ss]oftmax written out stays below (\d+) %", said)
     assert all(of_attention(deviation, fused=False) < int(written_out) for deviation in told)
+
+
+def test_compiled_attention_with_large_scores():
+    said = PAGE.replace("\n", " ")
+    (told,) = re.findall(
+        r"scores of deviation (\d+), gradients of compiled attention are (\d+) % off, of (\d+) they are (\d+) % off, "
+        r"and of (\d+) they are (\d+) % off",
+        said,
+    )
+    for deviation, per_cent in zip(told[::2], told[1::2], strict=True):
+        found = of_attention(float(deviation), compiled=True)
+        assert found == pytest.approx(float(per_cent), rel=0.15, abs=0.5), deviation
 
 
 class Probabilities(nn.Module):

@@ -26,7 +26,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from narrowband.activations import graph_codes
+from narrowband.activations import graph_attention, graph_codes
+from narrowband.activations.graph_attention import (
+    Reruns,
+    is_attention,
+    is_part,
+    multiplied,
+    reads_beside,
+    same_values,
+    scored,
+)
 from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 
@@ -51,10 +60,11 @@ def compiled_hooks(
 
     The model is compiled again once with the hooks on and once with them off. These tensors are kept unchanged: those
     that are not float32, float16, bfloat16 or masks; small tensors; copies of the graph's inputs (parameters in the
-    dtype of autocast); and those that rounding would spoil: tensors with one number per row, such as a softmax's
-    logarithm, and whatever operators of other libraries read. Where backward asks for the sign of a value, as that of
-    ReLU does, signs are kept. Queries and keys of fused attention have 8 bits, since an error in a score becomes a
-    factor. Masks are packed without loss, in one bit per element.
+    dtype of autocast); and those that rounding would spoil: tensors with one number per row, such as statistics of
+    normalization, what fused attention adds to scores, and whatever operators of other libraries read. Where backward
+    asks for the sign of a value, as that of ReLU does, signs are kept. Masks are packed without loss, in one bit per
+    element. Queries and keys of fused attention have 8 bits, and its forward runs again in backward: see
+    :mod:`.graph_attention`. What it returns is not kept, except where it has dropout.
 
     A group that holds inf or NaN, or whose range exceeds float32, is restored as NaN.
 
@@ -104,7 +114,8 @@ def _hook(function: Callable[..., Any], options: dict[str, Any]) -> GraphModule:
 
 @functools.cache
 def _source() -> str:
-    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, graph_codes.__file__))).hexdigest()
+    files = __file__, graph_attention.__file__, graph_codes.__file__
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 
 
 _outside: ContextVar[tuple[Pack, Unpack] | None] = ContextVar("outside", default=None)
@@ -167,10 +178,16 @@ def _pack(x: Tensor, *, bits: int, min_numel: int, group: int, stochastic: bool)
     saved = _Saved.current()
     if saved is None:
         return _Outside(x)
+    if saved.is_unused():
+        return _note(x, (), told=saved.is_told())
     if not _worth_packing(x, min_numel) or saved.copies_input():
         return x
-    if x.dtype != torch.bool and not saved.bears_rounding():
-        return x
+    if x.dtype != torch.bool:
+        if not saved.bears_rounding():
+            return x
+        if saved.is_computed_again():
+            return _note(x, (), told=saved.is_told())
+        saved.runs_attention_again()
     order = x.dim_order()
     x = x.permute(order)
     flat = x.reshape(-1)
@@ -182,7 +199,7 @@ def _pack(x: Tensor, *, bits: int, min_numel: int, group: int, stochastic: bool)
         packed = graph_codes.encode(
             graph_codes.groups(flat, group).float(), bits, stochastic=stochastic, signs=saved.sign_matters()
         )
-    return (*form, _note(flat, packed), *packed)
+    return (*form, _note(flat, packed, told=saved.is_told()), *packed)
 
 
 def _unpack(packed: Any, *, group: int) -> Tensor:
@@ -203,12 +220,13 @@ def _unpack(packed: Any, *, group: int) -> Tensor:
     return restored
 
 
-def _note(x: Tensor, packed: tuple[Tensor, ...]) -> Tensor:
+def _note(x: Tensor, packed: tuple[Tensor, ...], *, told: bool) -> Tensor:
     """Return an empty tensor of shape (bytes before packing, 0, bytes after it).
 
-    It is how a running graph, which may come from a cache, tells what it packed.
+    It is how a running graph, which may come from a cache, tells what it packed. If another note tells of the same
+    memory (``told``), there are no bytes before packing.
     """
-    return packed[0].new_empty((_nbytes(x), 0, sum(map(_nbytes, packed))))
+    return x.new_empty((0 if told else _nbytes(x), 0, sum(map(_nbytes, packed))), dtype=torch.uint8)
 
 
 def _nbytes(x: Tensor) -> int:
@@ -242,13 +260,14 @@ class _Saved:
 
     Args:
         node: the node of the forward graph that computes the tensor.
+        forward: the graph that saves the tensor.
         backward: the graph that uses it.
 
     Raises:
         UnsupportedError: the tensor has another name in the backward graph, so that PyTorch does not find it either.
     """
 
-    def __init__(self, node: Node, backward: Graph) -> None:
+    def __init__(self, node: Node, forward: Graph, backward: Graph) -> None:
         self._node = node
         # Only the state of a random number generator has two names.
         placeholder = next((n for n in backward.find_nodes(op="placeholder") if n.name == node.name), None)
@@ -258,6 +277,8 @@ class _Saved:
                 "torch.utils.checkpoint around dropout or attention cannot be compiled together with compressed "
                 "activations; compile what is inside torch.utils.checkpoint, or checkpoint without torch.compile"
             )
+        self._saves: Sequence[Any] = forward.output_node().args[0]  # type: ignore[assignment]
+        self._placeholder, self._reruns = placeholder, Reruns(forward, backward)
         self._users: list[Node] = []
         #: Nodes with the tensor's values; with its signs; and all that are computed from it without gradients.
         self._names, self._alike, self._derived = {placeholder}, {placeholder}, {placeholder}
@@ -269,7 +290,17 @@ class _Saved:
         from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
         context = _get_saved_tensor_hook_context()
-        return None if context is None else cls(context["_node"], context["_bw_graph"])
+        return None if context is None else cls(context["_node"], context["_fw_graph"], context["_bw_graph"])
+
+    def is_unused(self) -> bool:
+        """Whether backward does not read the tensor, as the result of attention that runs again."""
+        return not self._placeholder.users
+
+    def is_told(self) -> bool:
+        """Whether the graph saves the same elements of the same memory before, in another shape."""
+        mine = _memory(self._node)
+        before = self._saves[: self._saves.index(self._node)]
+        return any(isinstance(x, torch.fx.Node) and _memory(x) is mine for x in before)
 
     def copies_input(self) -> bool:
         """Whether the tensor is a view or cast of a graph input, such as a parameter in the dtype of autocast."""
@@ -282,7 +313,7 @@ class _Saved:
             for user in node.users:
                 if user in self._derived or user.op == "output":
                     continue
-                same = _same_values(user) or _is_part(user)
+                same = same_values(user) or is_part(user)
                 if same and node in self._names:
                     self._names.add(user)
                 else:
@@ -304,22 +335,47 @@ class _Saved:
         if _asks_for_sign(user) and not _is_relu(user):  # fine for values with the tensor's signs, which are kept
             compared = [x for x in user.all_input_nodes if x in self._derived]
             return not all(x in self._alike for x in compared)
-        return _is_rough(user, self._derived)
+        if any(x in self._derived for x in multiplied(user)) and not self._reruns.bears_rounding(user):
+            return True
+        return reads_beside(user, self._derived) or _is_rough(user, self._derived)
 
     def _origin(self) -> Node:
         """Return the node that computes the tensor's values, behind views and casts."""
         node = self._node
-        while _same_values(node) or _is_part(node):
+        while same_values(node) or is_part(node):
             node = node.args[0]  # type: ignore[assignment]
         return node
 
     def makes_scores(self) -> bool:
         """Whether backward computes scores of attention again from the tensor."""
-        return any(x in self._derived for user in self._users for x in _scored(user))
+        return any(x in self._derived for user in self._users for x in scored(user))
+
+    def is_computed_again(self) -> bool:
+        """Whether backward now computes the tensor, the result of attention that runs again, instead of reading it."""
+        precise = self.sign_matters() or self.makes_scores()
+        return not precise and self._reruns.computes(self._node, self._placeholder)
+
+    def runs_attention_again(self) -> None:
+        """Have forward of attention run again wherever backward of attention takes what is restored of the tensor."""
+        for user in self._users:
+            if any(x in self._derived for x in multiplied(user)):
+                self._reruns.run(user)
 
     def sign_matters(self) -> bool:
         """Whether backward compares the tensor with zero."""
         return any(_asks_for_sign(user) for user in self._users)
+
+
+def _memory(node: Node) -> Node:
+    """Return the node that allocates a tensor's memory, or the first view of it that has just the tensor's elements."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        of: Any = node.args[0]
+        if not guard_or_false(of.meta["val"].numel() == node.meta["val"].numel()):
+            break
+        node = of
+    return node
 
 
 #: Backward graph → names of its nodes that depend on incoming gradients. Found once, before packing adds nodes to the
@@ -341,27 +397,6 @@ def _of_gradients(backward: Graph) -> set[str]:
 
 def _is_relu(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket is torch.ops.aten.relu
-
-
-def _same_values(node: Node) -> bool:
-    aten = torch.ops.aten
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    copies = (aten._to_copy, aten.clone, aten._unsafe_view, torch.ops.prims.convert_element_type)
-    return node.target.is_view or node.target.overloadpacket in copies
-
-
-def _is_part(node: Node) -> bool:
-    """Whether a node picks one of the views that ``split`` and similar operators return."""
-    return node.target is operator.getitem and _same_values(node.args[0])  # type: ignore[arg-type]
-
-
-def _scored(node: Node) -> Sequence[Any]:
-    """Return the queries and keys that backward of fused attention takes; nothing for another operator."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        names = [argument.name for argument in node.target._schema.arguments]
-        return [node.args[names.index(name)] for name in ("query", "key")] if {"query", "key"} <= {*names} else ()
-    return node.args[:2] if str(node.target) == "flex_attention_backward" else ()
 
 
 def _has_extras(node: Any) -> bool:
@@ -414,7 +449,7 @@ def _is_far_from_zero(x: Any) -> bool:
     packet = x.target.overloadpacket
     if packet is aten.add:
         return all(map(_is_far_from_zero, x.args)) and not x.kwargs
-    if packet is aten.sum or _same_values(x):
+    if packet is aten.sum or same_values(x):
         return _is_far_from_zero(x.args[0])
     return packet is aten.exp
 
@@ -424,7 +459,7 @@ def _asks_for_sign(node: Node) -> bool:
     if node.target is operator.getitem:  # picks one of several results; its users are followed
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
-        return True  # a nested graph may ask
+        return not is_attention(node)  # another nested graph may ask
     packet = node.target.overloadpacket
     if packet in (aten.le, aten.lt, aten.ge, aten.gt):
         return bool(node.args[1] == 0)
