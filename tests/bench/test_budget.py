@@ -209,7 +209,7 @@ class Moody(Block):
 def moody(*why: str | None):
     model = Tower(0)
     model.blocks.extend(Moody(each) for each in why)
-    return model, (torch.randn(16, 32, 64),)
+    return model, (torch.randn(4, 32, 64),)
 
 
 def recomputed(surveyed):
@@ -263,7 +263,7 @@ def test_what_only_gradients_tell_is_found_where_they_repeat():
     def build():
         model = Anew(0)
         model.blocks.extend(Moody(each) for each in (None, None, "straight through", None, None))
-        return model, (torch.randn(16, 32, 64),)
+        return model, (torch.randn(4, 32, 64),)
 
     surveyed = budget._Survey(Job(build), lambda _: None)
     assert recomputed(surveyed)[0] == [f"blocks.{at}" for at in (0, 1, 3, 4)]
@@ -286,7 +286,7 @@ def test_a_module_that_fails_later_ends_no_search():
         model = Tower(2)
         model.blocks.append(Late())
         Late.last = last
-        return model, (torch.randn(16, 32, 64),)
+        return model, (torch.randn(4, 32, 64),)
 
     calls = budget._Survey(Job(functools.partial(build, 10**9)), lambda _: None).bench.model.blocks[2].calls
     surveyed = budget._Survey(Job(functools.partial(build, calls - 1)), lambda _: None)
