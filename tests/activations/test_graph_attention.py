@@ -143,16 +143,19 @@ def test_attention_of_inputs_does_not_run_again():
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_drops_the_same_elements_in_backward():
-    """On a CPU such attention is made of simple operators."""
-    model, x = Model(with_dropout), batch()
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.manual_seed(1)
-    y, _, wanted = run(compiled, x)
-    torch.manual_seed(1)
-    packed_y, _, gradients = run(compiled, x, saving(8))
-    assert torch.equal(packed_y, y)
-    assert 0 < error(gradients, wanted) < 0.01
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_dropout_drops_the_same_elements_in_backward(backend):
+    """On a CPU such attention is made of simple operators. Softmax may be one, or be taken apart as well."""
+    model = Model(with_dropout)
+    compiled = torch.compile(model, backend=backend)
+    for times, most in ((1, 0.01), (200, 1)):
+        x = batch(times)
+        torch.manual_seed(1)
+        y, _, wanted = run(compiled, x)
+        torch.manual_seed(1)
+        packed_y, _, gradients = run(compiled, x, saving(8, group=256))
+        assert torch.equal(packed_y, y)
+        assert 0 < error(gradients, wanted) < most
 
 
 @pytest.fixture

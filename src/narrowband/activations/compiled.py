@@ -337,6 +337,8 @@ class _Saved:
             return not all(x in self._alike for x in compared)
         if any(x in self._derived for x in multiplied(user)) and not self._reruns.bears_rounding(user):
             return True
+        if self._reruns.is_statistic(user):
+            return False
         return reads_beside(user, self._derived) or _is_rough(user, self._derived)
 
     def _origin(self) -> Node:
@@ -358,6 +360,7 @@ class _Saved:
     def runs_attention_again(self) -> None:
         """Have forward of attention run again wherever backward of attention takes what is restored of the tensor."""
         for user in self._users:
+            self._reruns.measure(user, self._derived)
             if any(x in self._derived for x in multiplied(user)):
                 self._reruns.run(user)
 

@@ -11,6 +11,9 @@ and o fit: each row of p sums to one, each row of ds to zero, and gradients are 
 and l need not be saved either, and o is computed again for all of its uses.
 
 With dropout another run would drop other elements. There only l is computed again, which does not depend on dropout.
+
+Softmax of simple operators is exp(s − max(s)) / sum. Where the compiler keeps scores, maxima and sums, the same goes
+for these: backward takes maxima and sums of the rounded scores.
 """
 
 from __future__ import annotations
@@ -105,10 +108,12 @@ class _Known:
     Attributes:
         forward: the call that backward differentiates → the call of forward; None where backward has it already.
         results: the call of forward that runs again → its result in the backward graph.
+        statistics: maxima and sums that backward takes of rounded scores.
     """
 
     forward: dict[str, str | None] = field(default_factory=dict)
     results: dict[str, str] = field(default_factory=dict)
+    statistics: set[str] = field(default_factory=set)
 
 
 _known: weakref.WeakKeyDictionary[Graph, _Known] = weakref.WeakKeyDictionary()
@@ -167,6 +172,32 @@ class Reruns:
         else:
             _replace(node, "out", result)
             _replace(node, "logsumexp", logarithm)
+
+    def measure(self, node: Node, rounded: set[Node]) -> None:
+        """Have a step of softmax take the maximum, or the sum of exponentials, of rounded scores, if it is saved."""
+        aten = torch.ops.aten
+        if node.target is aten.sub.Tensor:
+            wanted = aten.amax if any(user.target is aten.exp.default for user in node.users) else None
+        else:
+            wanted = aten.sum if node.target is aten.div.Tensor else None
+        if wanted is None:
+            return
+        of, saved = node.args[:2]
+        if of not in rounded or not isinstance(of, torch.fx.Node) or not isinstance(saved, torch.fx.Node):
+            return
+        if saved.op != "placeholder" or (wanted is aten.sum and of.target is not aten.exp.default):
+            return
+        call = _named(self._forward, saved.name)
+        same = [x.name for x in call.all_input_nodes] == [of.name]
+        if same and getattr(call.target, "overloadpacket", None) is wanted:
+            with self._backward.inserting_before(node):
+                own = self._backward.node_copy(call, lambda _: of)
+            self._known.statistics.add(own.name)
+            node.update_arg(1, own)
+
+    def is_statistic(self, node: Node) -> bool:
+        """Whether backward takes a maximum or sum of rounded scores on purpose."""
+        return node.name in self._known.statistics
 
     def computes(self, saved: Node, placeholder: Node) -> bool:
         """Whether a saved tensor is the result of attention that runs again; if so, it is not read any more.
