@@ -25,7 +25,9 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 #: As many tensors as the smallest GPT-2 has, a third as wide; and buckets of as many of them.
 _WIDTH, _BLOCKS, _TOKENS, _PLACES, _BUCKET_MB = 256, 12, 16_752, 344, 25 / 3**2
-_FAMILIES = ("common", "compensation", "launching", "lowrank", "momentum", "quantized", "selection", "sparse")
+_FAMILIES = (
+    "candidates", "common", "compensation", "launching", "lowrank", "momentum", "quantized", "selection", "sparse",
+)  # fmt: skip
 
 #: Operators that give memory, or another view of it, and start nothing. Here ``zeros`` takes the place of ``empty``.
 _FREE = {
@@ -96,7 +98,7 @@ def counted(rank, world_size, spec):
     plain_list, torch.Tensor.tolist = torch.Tensor.tolist, tolist  # it calls no operator
     launching._on_device, Engine._try = table, counting_try
     torch.empty = torch.zeros  # what no loop has written should be possible
-    import_module("narrowband.kernels.cuda.selection")._LONG //= 3**2
+    import_module("narrowband.kernels.cuda.candidates").LONG //= 3**2
     exchange.ASYNCHRONOUS = {"cpu"}
     backends.PACKAGES["cpu"], steps.AHEAD = "narrowband.kernels.cuda", {"cpu"}
     core.warm_up = warmup.use_all = lambda *_, **__: None

@@ -40,7 +40,7 @@ class Operators(TorchDispatchMode):
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """What a call starts: loops, which are not run, and operators. What the host would ask for is as it should be."""
-    from narrowband.kernels.cuda import compensation, launching, momentum, rows, selection, sparse
+    from narrowband.kernels.cuda import candidates, compensation, launching, momentum, rows, selection, sparse
 
     names: list[str] = []
     table = Backend("narrowband.kernels.cuda")
@@ -48,7 +48,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def run(loop: Any, *_arguments: Any, **_options: Any) -> None:
         names.append(loop.__name__)
 
-    for family in (compensation, launching, momentum, rows, selection, sparse):
+    for family in (candidates, compensation, launching, momentum, rows, selection, sparse):
         monkeypatch.setattr(family, "run", run)
     for family in (compensation, momentum):
         monkeypatch.setattr(family, "all_below", lambda _tops, _below: True)

@@ -28,21 +28,26 @@ N, SEED = 5003, 3
 @pytest.fixture
 def triton_(monkeypatch):
     """The backend, with tiles of 512, of which four programs take three each."""
-    from narrowband.kernels.cuda import selection
+    from narrowband.kernels.cuda import candidates, selection, tables
 
-    monkeypatch.setattr(selection, "BLOCK", 512)
+    for family in (candidates, selection, tables):
+        monkeypatch.setattr(family, "BLOCK", 512)
     monkeypatch.setattr(selection, "_SHORT", 16)
-    monkeypatch.setattr(selection, "_PROGRAMS", 4)
+    monkeypatch.setattr(tables, "_PROGRAMS", 4)
     return BACKENDS[1]
 
 
 @pytest.fixture
 def looking(triton_, monkeypatch):
     """The same, which puts candidates aside: a sample of 256, tiles of 256, of which three programs take eight each."""
-    from narrowband.kernels.cuda import selection
+    from narrowband.kernels.cuda import candidates, selection, tables
 
-    for name, value in {"_LONG": 16, "_SAMPLE": 256, "_TILE": 256, "_SCARCE": 1}.items():
-        monkeypatch.setattr(selection, name, value)
+    for family in (candidates, selection):
+        monkeypatch.setattr(family, "LONG", 16)
+    for family in (candidates, tables):
+        monkeypatch.setattr(family, "TILE", 256)
+    monkeypatch.setattr(candidates, "_SAMPLE", 256)
+    monkeypatch.setattr(candidates, "_SCARCE", 1)
     return triton_
 
 
@@ -51,14 +56,14 @@ def afterwards(monkeypatch):
     """Calls a function of the test's (source, scratch memory, room) each time when candidates are put aside."""
     from narrowband.kernels.cuda import selection
 
-    calls, tally = [], selection._Work.tally
+    calls, find_digits = [], selection._find_digits
 
     def gather(work):
-        tally(work)
+        find_digits(work)
         for call in calls if work.narrows else ():
             call(work.sources[0], work.scratch, work.margins[0][1])
 
-    monkeypatch.setattr(selection._Work, "tally", gather)
+    monkeypatch.setattr(selection, "_find_digits", gather)
     return calls
 
 
@@ -140,13 +145,13 @@ def test_candidates_are_all_that_is_looked_at(looking, afterwards, kind, k):
 @pytest.mark.parametrize("misled", ["too few", "too many"])
 @pytest.mark.parametrize("k", [300, *thorough(40)])
 def test_where_the_sample_misled_all_is_looked_at(looking, afterwards, monkeypatch, misled, k):
-    from narrowband.kernels.cuda import selection
+    from narrowband.kernels.cuda import candidates, tables
 
     x, residual, oldest = (make("normal", N, seed) for seed in range(3))
     # The smallest of the sample, and hardly more room than is needed; or its largest, and any room.
-    monkeypatch.setattr(selection, "_margins", lambda _n, k: (256, k) if misled == "too many" else (1, N))
+    monkeypatch.setattr(candidates, "_margins", lambda _n, k: (256, k) if misled == "too many" else (1, N))
     seen = []
-    afterwards.append(lambda _source, scratch, room: seen.append((int(scratch[selection._FOUND.value]), room)))
+    afterwards.append(lambda _source, scratch, room: seen.append((int(scratch[tables.NUMBER_FOUND.value]), room)))
     assert_same(*both(looking, "select_topk", x, k))
     assert_same(*both(looking, "compensate_select_topk", x, residual, k, decay=0.9))
     for nesterov in (False, True):
@@ -159,10 +164,10 @@ def test_where_the_sample_misled_all_is_looked_at(looking, afterwards, monkeypat
 @pytest.mark.parametrize("scarce", [2, 5000])
 def test_what_reaches_a_threshold_is_put_aside_where_there_is_room(looking, monkeypatch, kind, scarce):
     """Much of it where that is half of a tensor, and next to nothing otherwise; and with a sample's threshold."""
-    from narrowband.kernels.cuda import selection
+    from narrowband.kernels.cuda import candidates, selection
 
     looks, count = [], selection._all_reaching
-    monkeypatch.setattr(selection, "_SCARCE", scarce)
+    monkeypatch.setattr(candidates, "_SCARCE", scarce)
     monkeypatch.setattr(selection, "_all_reaching", lambda *given, **form: looks.append(1) or count(*given, **form))
     x, residual, oldest = TENSORS[kind](N) if kind in TENSORS else make(kind, N, SEED), *map(torch.zeros, (N, N))
     assert_same(*both(looking, "select_threshold", x, 2.0))
@@ -211,10 +216,10 @@ def test_a_step_of_momentum_of_which_candidates_are_put_aside(looking, nesterov)
 @pytest.mark.parametrize("n", [1_000_000, 100_000_000])
 def test_a_sample_seldom_misleads(n, k):
     """Ranks in a sample are binomially distributed, and what is beyond its threshold is of a beta distribution."""
-    from narrowband.kernels.cuda import selection
+    from narrowband.kernels.cuda import candidates
 
-    size, rng, draws = selection._SAMPLE, np.random.default_rng(SEED), 20_000
-    rank, room = selection._margins(n, k)
+    size, rng, draws = candidates._SAMPLE, np.random.default_rng(SEED), 20_000
+    rank, room = candidates._margins(n, k)
     assert (rng.binomial(size, k / n, draws) < rank).all()
     assert (rng.beta(rank, size - rank + 1, draws) * n < room).all()
 
