@@ -179,7 +179,7 @@ def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
 
 
 def all_zero_each(xs: Sequence[Tensor]) -> list[bool]:
-    tops = [top.float() for top in torch._foreach_norm([x for x in xs if x.numel()], math.inf)]
+    tops = [top.double() for top in torch._foreach_norm([x for x in xs if x.numel()], math.inf)]  # exact in all dtypes
     found = iter((torch.stack(tops) == 0.0).tolist() if tops else ())
     return [not x.numel() or next(found) for x in xs]
 
