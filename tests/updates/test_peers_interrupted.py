@@ -35,6 +35,8 @@ def interrupted(rank, world_size, address, where):
             if now and where == "in an exchange":
                 side.wait(["0 is in it", "1 is in it"])
             result = None if now and not after else method(*given, **options)
+            if now and where == "when it has been put into the round, and the others are in it":
+                side.wait(["0 is in it", "1 is in it"])
             if now:
                 side.set("stopped", "1")
                 raise KeyboardInterrupt
@@ -58,7 +60,7 @@ def interrupted(rank, world_size, address, where):
             fragments._take_difference = stops(difference, after=True)  # the first tensor has changed
         else:
             waits = handle._meeting._meet
-            handle._meeting._meet = stops(waits, after=where == "when it has been put into the round")
+            handle._meeting._meet = stops(waits, after=where.startswith("when it has been put into the round"))
     else:
         feed = handle.feed
 
@@ -94,6 +96,7 @@ def interrupted(rank, world_size, address, where):
         "when it has its update",
         "while it waits",
         "when it has been put into the round",
+        "when it has been put into the round, and the others are in it",
         "in an exchange",
         "after an exchange",
         "after the vote",

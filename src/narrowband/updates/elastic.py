@@ -102,7 +102,7 @@ class ElasticUpdateCompression(UpdateCompression):
         self._rounds_before = 0  # rounds of the run before, from which a state was loaded
         self.peers: tuple[str, ...] = ()
         facts = _facts(model, optimizers, settings, rounds)
-        self._meeting = Meeting(rendezvous, rendezvous.connect(), facts)
+        self._meeting = Meeting(rendezvous, rendezvous.connect(), facts, self._hang_up)
         with announced("updates"):  # before this peer arrives, since others wait for it from then on
             device = next(p.device for p in model.parameters() if p.requires_grad)
             warm_up_alone(settings, device, self._meeting.told_specs())
@@ -409,6 +409,10 @@ class ElasticUpdateCompression(UpdateCompression):
             group = new_group(mine, group, timedelta(seconds=self._rules.exchange_s))
         if view.rank in ranks:
             begin_with_the_first(_as_module(own), group)
+
+    def _hang_up(self) -> None:
+        if self._linked:
+            self._unlink()
 
     def _unlink(self) -> None:
         if "_engine" in vars(self):

@@ -37,7 +37,7 @@ from narrowband.errors import DisagreementError
 from narrowband.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["DEFAULT_PORT", "Entry", "Meeting", "Rendezvous", "RendezvousError", "View"]
 
@@ -209,16 +209,25 @@ class Meeting:
         rendezvous: the run, the peer's name, and how long to wait.
         store: client of the store that all peers share.
         facts: name → value of everything that must be the same on all peers.
+        hang_up: function that closes this peer's connections, if there are any. It is called when this peer was put
+            into a round in which it takes no part. The others may be in the exchange already, where they look at no
+            store but notice closed connections.
 
     Raises:
         DisagreementError: the peer that came first in this run had other facts.
         RendezvousError: the store does not answer.
     """
 
-    def __init__(self, rendezvous: Rendezvous, store: Any, facts: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        store: Any,
+        facts: Mapping[str, str],
+        hang_up: Callable[[], None] = lambda: None,
+    ) -> None:
         drawn = uuid.uuid4().hex[:12]  # different each time that a process starts
         self.peer = f"{rendezvous.name}-{drawn}" if rendezvous.name else drawn
-        self._rules = rendezvous
+        self._rules, self._hang_up = rendezvous, hang_up
         self._store = dist.PrefixStore(f"narrowband/{rendezvous.run}", store)
         self._agree(facts)
 
@@ -262,12 +271,14 @@ class Meeting:
                 self._stay_out(turn)
 
     def _stay_out(self, turn: int) -> None:
-        """Abort a turn's round if this peer was put into its view and takes no part, so that the others need not wait:
-        Ctrl-C came at that moment, and the entry in the view tells what the peer had before.
+        """Abort a turn's round, and hang up, if this peer was put into its view and takes no part, so that the others
+        need not wait: Ctrl-C came at that moment, and the entry in the view tells what the peer had before.
         """
         view = self._decided(turn)
-        if view is not None and any(entry.peer == self.peer for entry in view.entries):
-            self._store.compare_set(f"{turn}/outcome", "", "abort")
+        if view is None or all(entry.peer != self.peer for entry in view.entries):
+            return
+        if self._store.compare_set(f"{turn}/outcome", "", "abort") == b"abort":
+            self._hang_up()
 
     def _meet(self, turn: int, own: Entry, end: float) -> None:
         """Wait until the turn has a view, and propose one when that is due."""
