@@ -446,5 +446,5 @@ def test_players_that_share_an_averager_are_warned(separate):
     said, other = run_ranks(players, 2, separate)
     assert other == []
     assert [message.split(" were ")[0] for message in said] == (
-        [] if separate else ["averages of 1 of 2 parameters (first)"]
+        [] if separate else ["averages of 1 of 2 parameters (second)"]
     )

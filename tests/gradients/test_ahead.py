@@ -91,6 +91,31 @@ def test_a_loop_of_ones_own_is_decided_there_too(spec):
         assert finite == [number != BAD for number in range(5)]
 
 
+@leaves_no_trace
+def frozen(rank, world_size, spec, ahead):
+    """Whether a parameter that is frozen after two steps keeps its residual in the third, and gets no average."""
+    steps.AHEAD = {"cpu"} if ahead else set()
+    parameters = {name: torch.nn.Parameter(torch.zeros(40, 50)) for name in "ab"}
+    averager, held = nb.Averager(parameters, spec, min_numel=64), []
+    for number in range(3):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        for p in parameters.values():
+            p.grad = torch.randn(p.shape, generator=generator)
+        if number == 2:
+            parameters["a"].requires_grad_(False).grad = None
+        averager.average()
+        held.append(
+            {name.rpartition("/")[2]: x.clone() for name, x in residuals(averager).items() if "factor" not in name}
+        )
+    return [torch.equal(held[1][name], held[2][name]) for name in "ab"], parameters["a"].grad
+
+
+@pytest.mark.parametrize("spec", ["uniform:bits=2+ef", "topk:density=0.1+ef"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_waits_of_a_parameter_that_is_frozen_is_not_sent(spec, ahead):
+    assert run_ranks(frozen, 2, spec, ahead) == [([True, False], None)] * 2
+
+
 @pytest.mark.parametrize(
     ("spec", "small"), [*((spec, "uncompressed") for spec in SPECS), ("topk:density=0.1+ef", "fp16")]
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import sys
 from collections import Counter
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import narrowband as nb
-from narrowband.gradients import waiting
+from narrowband.averaging import waiting
 from tests.gradients.shards import mesh_of, whole
 from tests.gradients.training import compress, flat, heard, loss_of, mlp, residuals, same, sgd, wrap
 from tests.ranks import run_ranks
@@ -45,7 +46,8 @@ class Loop:
     """How two players take turns.
 
     Attributes:
-        kind: what averages: ``ddp``, ``view`` (DDP with gradient_as_bucket_view) or ``module``.
+        kind: what averages: ``ddp``, ``view`` (DDP with gradient_as_bucket_view), ``module``, or an Averager, ``after``
+            each turn's backward passes, or where gradients are ``assigned`` instead.
         detached: whether the first player's pass reaches the second player, as that of a critic does unless what the
             generator made is detached.
         to_none: how gradients are cleared.
@@ -90,7 +92,8 @@ class Game:
         self.loop = loop
         self.model = TwoPlayers()
         unused = loop.detached or loop.freezes
-        if loop.kind == "module":
+        self.by_call = loop.kind in ("after", "assigned")
+        if loop.kind == "module" or self.by_call:
             self.trained = self.model
         else:
             self.trained = wrap(self.model, find_unused_parameters=unused, gradient_as_bucket_view=loop.kind == "view")
@@ -102,7 +105,8 @@ class Game:
         if loop.own_step:
             self.optimizers["second"] = ByHand(self.model.second)
         options = {"nodes": 2} if loop.kind == "nodes" else {}
-        self.handle = compress(
+        averaging = nb.Averager if self.by_call else compress
+        self.handle = averaging(
             self.trained, loop.spec, min_numel=64, grad_scaler=self.scaler if loop.scaled else None, **options
         )
         self.sums = {name: torch.zeros(24, 24) for name in PLAYERS}  # of all gradients that were stepped with
@@ -127,8 +131,10 @@ class Game:
             given = {name: x} if loop.detached and name == "first" else {name: x, other: thrown}
             if not loop.freezes and other in given and loop.clears == "after":
                 self.junk[other] += thrown  # nobody clears it, and the next step takes it along
-            with contextlib.nullcontext() if at == loop.passes - 1 else self.handle.no_sync():
-                self.scaler.scale(self.trained(given) * (math.inf if bad else 1.0)).backward()
+            with contextlib.nullcontext() if self.by_call or at == loop.passes - 1 else self.handle.no_sync():
+                self._backward(given, bad=bad)
+        if self.by_call:
+            self.handle.average()
         if loop.own_step and name == "second":
             self.optimizers[name].step()
         else:
@@ -140,6 +146,30 @@ class Game:
         getattr(model, other).requires_grad_(True)
         for each in {"before": (), "after": (name,), "both after": PLAYERS}[loop.clears]:
             self._clear(each)
+
+    def _backward(self, given, *, bad):
+        if self.loop.kind != "assigned":
+            self._loss(self.trained, given, bad=bad).backward()
+            return
+        own = {name: getattr(self.model, name) for name in given}
+        trained = {name: p.detach() for name, p in own.items() if p.requires_grad}
+        call = functools.partial(torch.func.functional_call, self.model)
+        for name, gradient in torch.func.grad(lambda ps: self._loss(lambda x: call(ps, (x,)), given, bad=bad))(
+            trained
+        ).items():
+            p = own[name]
+            if p.grad is None:
+                p.grad = gradient
+            else:
+                p.grad += gradient
+
+    def averages(self, given):
+        self.trained(given).backward()
+        if self.by_call:
+            self.handle.average()
+
+    def _loss(self, model, given, *, bad):
+        return self.scaler.scale(model(given) * (math.inf if bad else 1.0))
 
     def _clear(self, name):
         self.optimizers[name].zero_grad(set_to_none=self.loop.to_none)
@@ -184,10 +214,11 @@ WAYS = (
 
 
 def loops_of(kind):
-    return [*(Loop(kind, **way) for way in WAYS), Loop(kind, spec="powersgd:rank=2")]
+    seen = [way for way in WAYS if kind != "assigned" or way.get("to_none", True)]
+    return [*(Loop(kind, **way) for way in seen), Loop(kind, spec="powersgd:rank=2")]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "view", "module"])
+@pytest.mark.parametrize("kind", ["ddp", "view", "module", "after", "assigned"])
 def test_gradients_that_are_thrown_away_enter_no_residual(kind):
     loops = loops_of(kind)
     for rank, found in enumerate(run_ranks(sums_of_turns, 2, loops)):
@@ -202,7 +233,7 @@ def test_gradients_that_are_thrown_away_enter_no_residual(kind):
 
 
 def test_gradients_that_are_used_all_the_same_and_players_that_are_frozen_are_nothing_to_warn_of():
-    kinds = ("ddp", "view", "module")
+    kinds = ("ddp", "view", "module", "after")
     loops = [Loop(kind, clears="after") for kind in kinds]  # the other player's gradients go into the next step
     loops += [Loop(kind, freezes=True, clears=clears) for kind in kinds for clears in ("before", "after")]
     for found in run_ranks(sums_of_turns, 2, loops):
@@ -261,7 +292,7 @@ def resumed(rank, world_size, loop):
     return torch.equal(flat(whole.model), flat(again.model)), same(residuals(whole.handle), residuals(again.handle))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "module"])
+@pytest.mark.parametrize("kind", ["ddp", "module", "after"])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_run_that_resumes_between_two_turns_has_the_same_bits(kind, scaled):
     assert run_ranks(resumed, 2, Loop(kind, scaled=scaled)) == [(True, True)] * 2
@@ -450,8 +481,8 @@ def one_step_of_two_optimizers(rank, world_size, kind):
     found = []
     for share in (2, 1, 0):
         model = mlp()
-        trained = model if kind == "module" else wrap(model)
-        handle = compress(trained, SPEC, min_numel=64)
+        trained = wrap(model) if kind == "ddp" else model
+        handle = (nb.Averager if kind == "after" else compress)(trained, SPEC, min_numel=64)
         parameters = list(model.parameters())
         cut = len(parameters) // (share or 2)
         optimizers = [
@@ -459,6 +490,8 @@ def one_step_of_two_optimizers(rank, world_size, kind):
         ]
         for step in range(3):
             loss_of(trained, step, rank).backward()
+            if kind == "after":
+                handle.average()
             for optimizer in optimizers:
                 optimizer.step()
             for optimizer in optimizers:
@@ -468,7 +501,7 @@ def one_step_of_two_optimizers(rank, world_size, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["ddp", "module"])
+@pytest.mark.parametrize("kind", ["ddp", "module", "after"])
 def test_where_every_average_is_used_nothing_is_kept_or_hooked(kind):
     for found in run_ranks(one_step_of_two_optimizers, 2, kind):
         assert found == [(0, 0, False)] * 9
@@ -513,7 +546,7 @@ def later_in_turns(rank, world_size, kind):
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         given = {name: torch.randn(24, 24, generator=generator) for name in PLAYERS}
-        game.trained(given).backward()
+        game.averages(given)
         both.step()
         both.zero_grad()
         for name in PLAYERS:
@@ -526,7 +559,7 @@ def later_in_turns(rank, world_size, kind):
     return before, first, game.missing(), said
 
 
-@pytest.mark.parametrize("kind", ["ddp", "view", "module"])
+@pytest.mark.parametrize("kind", ["ddp", "view", "module", "after"])
 def test_optimizers_that_begin_to_take_turns_later_lose_one_average_at_most(kind):
     for rank, ((before, nbytes), first, last, said) in enumerate(run_ranks(later_in_turns, 2, kind)):
         assert max(before.values()) < 1e-6
@@ -546,7 +579,7 @@ def turns_that_end(rank, world_size, kind):
         for _ in range(count):
             both.zero_grad()
             given = {name: torch.randn(24, 24, generator=generator) for name in PLAYERS}
-            game.trained(given).backward()
+            game.averages(given)
             both.step()
             for name in PLAYERS:
                 game.sums[name] += given[name]
@@ -582,7 +615,7 @@ def with_fewer(rank, world_size, kind):
         waiting._FEWEST = before
 
 
-@pytest.mark.parametrize("kind", ["ddp", *thorough("module")])
+@pytest.mark.parametrize("kind", ["ddp", "after", *thorough("module")])
 def test_nothing_is_kept_any_more_after_many_averages_that_were_all_used(kind):
     """Those that are thrown away later cost one average; then twice as many have to be used before the next is lost."""
     for found in run_ranks(with_fewer, 2, kind):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.flat import Form, empty_like, groups_of, local, parts_of, real
@@ -19,8 +17,8 @@ from narrowband.averaging.handle import Handle
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
+from narrowband.averaging.waiting import Waiting, follow
 from narrowband.collectives import group_or, waiting_in
-from narrowband.compiler import unseen
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from narrowband.collectives import Collective
     from narrowband.feedback import Compression, Method
 
-__all__ = ["Averager", "deliver", "end_to_end"]
+__all__ = ["Averager", "deliver", "end_to_end", "leave_out"]
 
 
 class Averager(Handle):
@@ -53,7 +51,8 @@ class Averager(Handle):
     A hook of ``register_post_accumulate_grad_hook`` runs in backward, so it sees this rank's own gradient.
 
     Where optimizers take turns, as those of a GAN, create an averager for each, and average with that of the optimizer
-    that steps. An average that no optimizer uses changes residuals all the same, which a log line says once.
+    that steps. If one averager serves all, residuals get back what averages took or left that no optimizer used. A log
+    line says once that such averages are sent for nothing.
 
     Raises:
         TypeError: something without named parameters.
@@ -112,7 +111,11 @@ class Averager(Handle):
         super().__init__(pairs, norms, settings, group_or(process_group), set_up="Averager", step="average")
         if warning := rounded(pairs):
             self.layers.warn_once(warning)
-        self._thrown = _Thrown(self)
+        if self.size > 1:
+            instead = "create an Averager for each optimizer, and call that of the optimizer that steps"
+            named = [(name, p) for name, p in pairs if p.requires_grad]
+            self._waiting = Waiting(self, named, old="assigned", instead=instead)
+            follow(self._waiting)
 
     @torch.no_grad()
     def average(self) -> None:
@@ -140,16 +143,25 @@ class Averager(Handle):
                 "average() found no gradient, so it has averaged nothing but zeros. Call it after backward(), before "
                 "optimizer.step() and optimizer.zero_grad(). If this rank had no data, ignore this warning"
             )
-        self._thrown.look()
+        if self._waiting is not None:
+            self._waiting.begins()
         groups = list(groups_of(by_tensor, alone=self._is_sparse))
-        futures = []
+        futures, old = [], set[Tensor]()
         for at, parameters in enumerate(groups):
-            buffer = end_to_end(parameters, [by_tensor[p].form for p in parameters], self._sparse)
+            forms = [by_tensor[p].form for p in parameters]
+            buffer = end_to_end(parameters, forms, self._sparse)
+            if self._waiting is not None:
+                old.update(leave_out(buffer, parameters, forms, self._waiting))
             names = [by_tensor[p].name for p in parameters]
             futures.append(self.feed(buffer, names, last=at == len(groups) - 1))
         for parameters, future in zip(groups, futures, strict=True):
-            deliver(future.wait(), parameters, [by_tensor[p].form for p in parameters])
-        self._thrown.averaged()
+            deliver(future.wait(), parameters, [by_tensor[p].form for p in parameters], old)
+        if self._waiting is not None:
+            self._waiting.averaged()
+
+    def _delivers_all(self, *, in_backward: bool) -> bool:
+        """See :meth:`Averaging._delivers_all`. False while parameters are frozen, since these get no average."""
+        return all(p.requires_grad for p in self.layers.parameters.by_tensor)
 
     def _step_facts(self) -> Facts:
         """Return which gradients are sparse: a rank's sparse message must not meet another rank's dense one."""
@@ -159,75 +171,6 @@ class Averager(Handle):
 
     def _is_sparse(self, p: Tensor) -> bool:
         return p in self._sparse or _has_sparse_gradient(p)
-
-
-class _Thrown:
-    """Warns if averages are cleared before an optimizer steps with them, as where the optimizers of a GAN share an
-    averager. Parameters that no optimizer has are left out: the loop may apply their averages itself.
-
-    Args:
-        averager: the averager, which keeps this object alive.
-    """
-
-    def __init__(self, averager: Averager) -> None:
-        self._averager = weakref.ref(averager)
-        self._names = {id(p): own.name for p, own in averager.layers.parameters.by_tensor.items()}
-        self._delivered: dict[int, weakref.ref[Tensor]] = {}  # the gradients with the last averages
-        self._owned: set[int] = set()  # parameters that an optimizer has
-        self._used: set[int] = set()  # those of them that one has stepped with since the last average
-        self._said = averager.size == 1 or not averager.layers.stateful
-        if not self._said:
-            _listen()
-            _all.add(self)
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has stepped."""
-        self._used.update(id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in self._names)
-        self._owned |= self._used
-
-    def look(self) -> None:
-        """Warn if averages were thrown away. Call before gradients are averaged again."""
-        averager = self._averager()
-        if self._said or averager is None or not self._used or self._used == self._owned:
-            return
-        tensors = averager.layers.parameters.by_tensor
-        waiting = [p for p in tensors if id(p) in self._owned - self._used and id(p) in self._delivered]
-        names = [self._names[id(p)] for p in waiting if p.grad is None or self._delivered[id(p)]() is not p.grad]
-        if not names:
-            return
-        self._said = True
-        _all.discard(self)
-        averager.layers.warn_once(
-            f"averages of {len(names)} of {len(tensors)} parameters ({', '.join(names[:3])}"
-            f"{' …' if len(names) > 3 else ''}) were sent for nothing: they were cleared before an optimizer stepped "
-            "with them, such as those of a GAN's discriminator after a pass of its generator. Residuals do not get "
-            "back what these averages took or left, which has an effect on later ones: create an Averager for each "
-            "optimizer, and call that of the optimizer that steps"
-        )
-
-    def averaged(self) -> None:
-        """Note that averages were written into the gradients."""
-        averager = self._averager()
-        if self._said or averager is None:
-            return
-        tensors = averager.layers.parameters.by_tensor
-        self._delivered = {id(p): weakref.ref(gradient) for p in tensors if (gradient := p.grad) is not None}
-        self._used.clear()
-
-
-_all: weakref.WeakSet[_Thrown] = weakref.WeakSet()
-
-
-@functools.cache
-def _listen() -> None:
-    """Register a global hook for the steps of all optimizers, once per process and never removed."""
-
-    @unseen
-    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for each in tuple(_all):
-            each.stepped(optimizer)
-
-    register_optimizer_step_post_hook(after_step)
 
 
 def _named(tensors: object) -> list[tuple[str, Tensor]]:
@@ -287,6 +230,20 @@ def end_to_end(parameters: Sequence[Tensor], forms: Sequence[Form], sparse: Coll
     for p, part in zip(parameters, parts_of(flat, forms), strict=True):
         part.copy_(real(local(_gradient(p))))
     return flat
+
+
+def leave_out(
+    buffer: Tensor, parameters: Sequence[Tensor], forms: Sequence[Form], waiting: Waiting
+) -> Iterator[Tensor]:
+    """Set gradients in a buffer of :func:`end_to_end` to zero, and yield their parameters, if the gradients are old:
+    those of frozen parameters with which an optimizer has stepped already, and those that were not finite before.
+    """
+    if buffer.is_sparse or not (waiting.spoilt or not all(p.requires_grad for p in parameters)):
+        return
+    for p, part in zip(parameters, parts_of(buffer, forms), strict=True):
+        if waiting.is_spoilt(p) or (not p.requires_grad and waiting.is_used_up(p)):
+            part.zero_()
+            yield p
 
 
 def deliver(

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from narrowband.averaging.agreement import Facts
     from narrowband.averaging.settings import Settings
+    from narrowband.averaging.waiting import Waiting
     from narrowband.feedback import Compression
 
 __all__ = ["BROKE_OFF", "Averaging", "is_in_backward"]
@@ -84,6 +85,9 @@ class Averaging:
 
     #: The level at which an error that stops the exchange is logged, with its traceback.
     _error_level: ClassVar[int] = logging.ERROR
+
+    #: Which averages wait for an optimizer; None where that is not followed.
+    _waiting: Waiting | None = None
 
     def __init__(
         self,
@@ -368,8 +372,8 @@ class Averaging:
             compressing=compressing,
             measure=compressing and (total.relative_error is None or number % MEASURE_EVERY == 0),
             seed=self._seed,
-            thrown=self._thrown_away(),
-            keeps=self._keeps_former(),
+            thrown=() if self._waiting is None else self._waiting.thrown(),
+            keeps=self._waiting is not None and self._waiting.keeps,
             facts=facts,
             finished=self._finished,
         )
@@ -385,14 +389,6 @@ class Averaging:
         host has to wait for the device.
         """
         return True
-
-    def _thrown_away(self) -> Sequence[str]:
-        """Return the parameters whose last average no optimizer has used, nor will; each such average once."""
-        return ()
-
-    def _keeps_former(self) -> bool:
-        """Whether averages of the new step may be thrown away, so that what feedback holds now has to be kept."""
-        return False
 
     def _settle(self, *, wait: bool = False) -> None:
         """Read the device's findings about steps for which the host did not wait, as far as they have arrived.

@@ -190,6 +190,8 @@ class Handle(Averaging):
         self._close()
         self._peers.close()
         self.layers.clear()
+        if self._waiting is not None:
+            self._waiting.stop()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that begins, from 0 on, for a warm-up that counts epochs; as ``DistributedSampler.set_epoch``.
@@ -264,7 +266,8 @@ class Handle(Averaging):
         Tensors in the state are those in use, not copies; save or clone them before the next step.
         """
         self._check_between_steps("state_dict")
-        self._saves()
+        if self._waiting is not None:
+            self._waiting.saves()
         return {
             "version": VERSION,
             "spec": str(self.compression),
@@ -279,8 +282,8 @@ class Handle(Averaging):
             "memory formats": self.layers.memory_formats,
             "feedback": self.layers.saved(self.layers.state) if self.layers.state else {},
             "others": {name: self.layers.saved(state) for name, state in self.layers.states.items() if name},
-            "in turns": self._in_turns(),
-            "since thrown": self._since_thrown(),
+            "in turns": None if self._waiting is None else self._waiting.in_turns,
+            "since thrown": (0, 0) if self._waiting is None else self._waiting.since,
             "controller": self._controller.state_dict(),
         }
 
@@ -359,29 +362,11 @@ class Handle(Averaging):
         self._open_pairs()
         self._step, self._epoch = mine["step"], mine["epoch"]
         self._paused = mine["paused"]
-        self._go_on(in_turns=mine.get("in turns"), since=mine.get("since thrown", (0, 0)))
+        if self._waiting is not None:
+            self._waiting.restart(in_turns=mine.get("in turns"), since=mine.get("since thrown", (0, 0)))
         self._seed = mine["seed"]
         self._loss_scale.value = mine["loss_scale"] or 1.0  # None in older states: gradients were not scaled
         self._total, self._last, self._sent, self._errors, self._unread = StepStats(), StepStats(), {}, {}, []
-
-    def _saves(self) -> None:
-        """Decide which averages that wait will be used: a state that is saved is without the others."""
-
-    def _in_turns(self) -> bool | None:
-        """Whether averages are thrown away, because optimizers take turns; None if that is not known."""
-        return None
-
-    def _since_thrown(self) -> tuple[int, int]:
-        """How many averages there were since one was thrown away; and how many at the most before one was."""
-        return 0, 0
-
-    def _go_on(self, *, in_turns: bool | None, since: tuple[int, int]) -> None:
-        """Forget who has used which averages: a state was loaded, and no average waits.
-
-        Args:
-            in_turns: whether averages are thrown away; None if that is not known.
-            since: see :meth:`_since_thrown`.
-        """
 
     def _state_facts(self, state: Mapping[str, Any]) -> Facts:
         """Return what must be equal in the states that ranks load."""

@@ -6,7 +6,7 @@ loss also gives the discriminator gradients. They are averaged, cleared, and nev
 is kept until an optimizer has used the average. If the average is thrown away, feedback gets that back: what was
 applied and what waits is then the sum of the gradients that optimizers have stepped with.
 
-Who has used what is noted elsewhere (:mod:`narrowband.gradients.waiting`). A run in which every average is used keeps
+Who has used what is noted elsewhere (:mod:`narrowband.averaging.waiting`). A run in which every average is used keeps
 nothing here.
 """
 

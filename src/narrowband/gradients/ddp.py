@@ -88,6 +88,7 @@ class DDPCompression(GradientCompression):
             unused: Literal["versions", "hooks"] = "hooks" if model.gradient_as_bucket_view else "versions"
             old = "never" if self._all_used else unused
             self._steps = Steps(self, averaged_by(model), settings.grad_scaler, old=old)
+            self._waiting = self._steps.waiting
         hook.attach(self)
 
     def _delivers_all(self, *, in_backward: bool) -> bool:

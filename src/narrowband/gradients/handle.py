@@ -10,8 +10,6 @@ from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from narrowband.gradients.steps import Steps
 
 __all__ = ["GradientCompression"]
@@ -31,31 +29,6 @@ class GradientCompression(Handle, ABC):
     def _broke_off(self) -> bool:
         """Backward returns only after its step has ended. So a step that is open outside of backward broke off."""
         return self._open_step is not None and not self._open_step.abandoned and not is_in_backward()
-
-    def _thrown_away(self) -> Sequence[str]:
-        return () if self._steps is None else self._steps.waiting.thrown()
-
-    def _keeps_former(self) -> bool:
-        return self._steps is not None and self._steps.waiting.keeps
-
-    def _in_turns(self) -> bool | None:
-        return None if self._steps is None else self._steps.waiting.in_turns
-
-    def _saves(self) -> None:
-        if self._steps is not None:
-            self._steps.waiting.saves()
-
-    def _since_thrown(self) -> tuple[int, int]:
-        return (0, 0) if self._steps is None else self._steps.waiting.since
-
-    def _go_on(self, *, in_turns: bool | None, since: tuple[int, int]) -> None:
-        if self._steps is not None:
-            self._steps.waiting.restart(in_turns=in_turns, since=since)
-
-    def remove(self) -> None:
-        super().remove()
-        if self._steps is not None:
-            self._steps.waiting.stop()
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:

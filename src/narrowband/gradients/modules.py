@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowband.averaging.averager import deliver, end_to_end
+from narrowband.averaging.averager import deliver, end_to_end, leave_out
 from narrowband.averaging.core import BROKE_OFF, is_in_backward
-from narrowband.averaging.flat import groups_of, parts_of
+from narrowband.averaging.flat import groups_of
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import begin_with_the_first, groups_of_replica
 from narrowband.averaging.who import averaged_by, bare, ddp_around, forget, remember, units_of
@@ -50,17 +50,15 @@ from narrowband.gradients.steps import Steps
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from torch.utils.hooks import RemovableHandle
 
-    from narrowband.averaging.flat import Form
     from narrowband.averaging.parameters import Parameter
     from narrowband.averaging.settings import Settings
     from narrowband.codecs import Codec
     from narrowband.collectives import Loan
     from narrowband.feedback import Compression, Method
-    from narrowband.gradients.waiting import Waiting
 
 __all__ = ["ModuleCompression"]
 
@@ -120,6 +118,7 @@ class ModuleCompression(GradientCompression):
         self._reset()
         if self.size > 1:
             self._steps = Steps(self, ((own.name, p) for p, own in by_tensor.items()), settings.grad_scaler)
+            self._waiting = self._steps.waiting
         own = weakref.ref(self)
         self._arrivals: dict[Tensor, RemovableHandle] = {p: _tell_of_arrival(p, own) for p in by_tensor}
         self._of_model = model.register_forward_hook(Outputs(own))
@@ -248,23 +247,12 @@ class ModuleCompression(GradientCompression):
         forms = [by_tensor[p].form for p in group]
         with torch.no_grad():
             buffer = end_to_end(group, forms, self._sparse)
-            if self._steps is not None and not buffer.is_sparse:
-                waiting = self._steps.waiting
-                if waiting.spoilt or not all(p.requires_grad for p in group):
-                    self._leave_out(buffer, group, forms, waiting)
+            if self._waiting is not None:
+                self._left_out.update(leave_out(buffer, group, forms, self._waiting))
             if self._replica is not None:
                 self._tell(buffer, at)
         names = [by_tensor[p].name for p in group]
         self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1))
-
-    def _leave_out(self, buffer: Tensor, group: Sequence[Tensor], forms: Sequence[Form], waiting: Waiting) -> None:
-        """Set old gradients to zero: those of frozen parameters with which an optimizer has stepped already, and those
-        that were not finite before.
-        """
-        for p, part in zip(group, parts_of(buffer, forms), strict=True):
-            if waiting.is_spoilt(p) or (not p.requires_grad and waiting.is_used_up(p)):
-                self._left_out.add(p)
-                part.zero_()
 
     def _delivers_all(self, *, in_backward: bool) -> bool:
         """See :meth:`Averaging._delivers_all`. False while parameters are frozen, since these get no average."""

@@ -6,7 +6,7 @@ Feedback assumes that every average is used exactly once. Some training loops br
 2. Gradients accumulate over several backward passes that are all averaged. Averages then enter the next average as if
    they were new gradients, and ``dgc`` applies momentum to them once more.
 3. Averages are thrown away, such as those of a GAN's discriminator while its generator learns
-   (:mod:`narrowband.gradients.waiting`).
+   (:mod:`narrowband.averaging.waiting`).
 4. The model is called, but its gradients bypass the hooks: they come from ``torch.autograd.grad``, or the module was
    converted (``.half()``, ``.to()``) inside DistributedDataParallel, which then gets none of them.
 
@@ -31,12 +31,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.flat import local
 from narrowband.averaging.optim import check_momentum
+from narrowband.averaging.waiting import Averages, Waiting
 from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
-from narrowband.gradients.waiting import Averages, Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
@@ -159,7 +159,7 @@ class Steps:
         if handle is None or handle.removed:
             _all.discard(self)
             return
-        ours = self._of(optimizer)
+        ours = self.waiting.of(optimizer)
         first = next(ours, None)
         if first is None:
             return
@@ -190,7 +190,7 @@ class Steps:
         if steps < STEPS_WITHOUT_AVERAGE:
             return
         if not any(
-            map(_says_something, self._of(optimizer))
+            map(_says_something, self.waiting.of(optimizer))
         ):  # all zeros, as zero_grad(set_to_none=False) leaves them: this step trains nothing
             self._local[optimizer] = 0
             return
@@ -207,7 +207,7 @@ class Steps:
         schedule may have changed it.
         """
         try:
-            check_momentum(optimizer, observer, self._of(optimizer))
+            check_momentum(optimizer, observer, self.waiting.of(optimizer))
         except ValueError as error:
             self._momentum_said = True
             cycles = "If a learning rate schedule changes the momentum, pass cycle_momentum=False to the schedule"
@@ -222,7 +222,7 @@ class Steps:
                 "is then added to later gradients in the unit of an old loss scale. Pass grad_scaler= to "
                 "compress_gradients"
             )
-        if handle.step <= 1 and any(_has_trained(optimizer.state.get(p, {})) for p in self._of(optimizer)):
+        if handle.step <= 1 and any(_has_trained(optimizer.state.get(p, {})) for p in self.waiting.of(optimizer)):
             handle.layers.warn_once(
                 f"{type(optimizer).__name__} has stepped before, but residuals begin empty. If this run resumes from a "
                 "checkpoint, load handle.state_dict() from it as well; otherwise what had not been sent never arrives. "
@@ -236,11 +236,7 @@ class Steps:
             self._stepping = None
             if self._state is Turn.AVERAGED:
                 self._state = Turn.USED
-        self.waiting.stepped(list(self._of(optimizer)))
-
-    def _of(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-        """Yield the parameters that both the optimizer and the handle have."""
-        return (p for group in optimizer.param_groups for p in group["params"] if self.waiting.is_ours(p))
+        self.waiting.stepped(list(self.waiting.of(optimizer)))
 
 
 def _says_something(p: Tensor) -> bool:

@@ -6,7 +6,9 @@ the parameter is averaged. A waiting average that is still in ``.grad`` when the
 part of the next average, and goes on waiting.
 
 Whether a gradient was cleared must be seen before backward adds to it. So hooks on the parameters run when their
-gradients are computed; the first of them looks at all.
+gradients are computed; the first of them looks at all. Loops of their own may also assign gradients, as those of
+``torch.autograd.grad``, of which no hook tells. There a gradient that no hook has announced is a new one if it is
+another tensor than the one that the average was written into.
 
 All this takes time and memory, so it is only done while it may be of use: in the first steps, until every parameter was
 stepped with; and after an average was thrown away, until a hundred in a row were used, and twice as many as there ever
@@ -25,19 +27,21 @@ such gradients are sent as zeros (:meth:`Waiting.is_spoilt`), and are NaN again 
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import weakref
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowband.averaging.flat import local
 from narrowband.averaging.step import fill_with_nan
 from narrowband.compiler import unseen
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
@@ -46,7 +50,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.stats import StepStats
     from narrowband.stats import Stats
 
-__all__ = ["Averages", "Waiting"]
+__all__ = ["Averages", "Waiting", "follow"]
 
 #: How many averages in a row have to be used, at the least, before nothing is kept any more.
 _FEWEST = 100
@@ -83,13 +87,22 @@ class Waiting:
         named: name and tensor of each parameter whose gradient it averages, as optimizers know them.
         old: how a gradient with which an optimizer has stepped already is told from a new one. By ``versions``, which
             tell of every write to it; by ``hooks`` if gradients are views of DDP's buckets, whose versions change
-            whenever anything is sent; ``never`` if every pass averages all gradients anew.
+            whenever anything is sent; ``never`` if every pass averages all gradients anew; ``assigned`` if, besides,
+            the training loop may assign them.
+        instead: what the warning about averages that are thrown away advises to do.
     """
 
     def __init__(
-        self, handle: Averages, named: Iterable[tuple[str, Tensor]], *, old: Literal["versions", "hooks", "never"]
+        self,
+        handle: Averages,
+        named: Iterable[tuple[str, Tensor]],
+        *,
+        old: Literal["versions", "hooks", "never", "assigned"],
+        instead: str = "freeze such parameters (requires_grad_(False)) in a pass that is not theirs, or run it in "
+        "no_sync()",
     ) -> None:
         self._handle = weakref.ref(handle)
+        self._instead = instead
         self._names = {id(p): name for name, p in named if p.requires_grad}
         self._ours = {id(p): weakref.ref(p) for _, p in named if p.requires_grad}
         self._old = old
@@ -110,6 +123,8 @@ class Waiting:
         self._searched = False
         self._steps_now: weakref.ref[torch.optim.Optimizer] | None = None
         self._before: set[int] = set()  # what waited when it began to step
+        #: The id of a parameter → the gradient into which its average was written, if gradients may be assigned.
+        self._written: dict[int, weakref.ref[Tensor]] = {}
         #: The id of a parameter → the gradient with which an optimizer stepped last, and its version.
         self._used_up: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._reached: set[int] = set()  # parameters that a backward pass has reached since; if there are hooks
@@ -151,6 +166,7 @@ class Waiting:
         self._beginning = in_turns is None and not self._off
         self._in_turns = bool(in_turns) and not self._off
         self._arrived = self._fresh = self._searched = self._others_step = False
+        self._written.clear()
         for some in (self._waiting, self._thrown, self._spoilt, self._owned, self._stepped):
             some.clear()
 
@@ -195,6 +211,10 @@ class Waiting:
     def averaged(self) -> None:
         """Note that averages were written into the gradients."""
         self._arrived = self._fresh = True
+        if self._old == "assigned":
+            self._reached.clear()
+            if self._hooks and not self.keeps:
+                self._unhook()
         if self._spoilt:
             for key, p in self._present():
                 if key in self._spoilt and p.grad is not None:
@@ -251,7 +271,7 @@ class Waiting:
             return
         optimizer = None if self._steps_now is None else self._steps_now()
         if optimizer is not None:
-            own = {id(p) for group in optimizer.param_groups for p in group["params"] if self.is_ours(p)}
+            own = set(map(id, self.of(optimizer)))
             self._owned |= own
             self._use(own - self._before)
         skipped = self._was_skipped() if not self._in_turns else False
@@ -289,6 +309,8 @@ class Waiting:
                 continue
             if p.grad is not None and local(p.grad).numel() and not self.is_used_up(p):
                 self._waiting.add(key)
+                if self._old == "assigned":
+                    self._written[key] = weakref.ref(p.grad)
                 self._before.discard(key)
                 self._thrown.discard(key)
         handle = self._handle()
@@ -330,7 +352,7 @@ class Waiting:
         for key, p in self._present():
             if key in self._waiting:
                 gradient = None if p.grad is None else local(p.grad)
-                if gradient is None:
+                if gradient is None or self._is_assigned(p, key):
                     cleared.add(key)
                 elif gradient.is_sparse:
                     there.append((key, gradient.coalesce().values()))
@@ -342,6 +364,11 @@ class Waiting:
             cleared.update(key for (key, _), norm in zip(some, norms, strict=True) if norm == 0)
             self._spoilt.update(key for (key, _), norm in zip(some, norms, strict=True) if not math.isfinite(norm))
         return cleared
+
+    def _is_assigned(self, p: Tensor, key: int) -> bool:
+        """Whether the training loop has assigned a new gradient, where the average was."""
+        written = self._written.get(key)
+        return written is not None and written() is not p.grad and key not in self._reached
 
     def _was_skipped(self) -> bool:
         """Whether the last step was not finite, so that a gradient scaler skips it, and nothing of it was kept."""
@@ -370,12 +397,11 @@ class Waiting:
         lost = sorted({state.name for state in handle.layers.states.values() if not state.puts_back})
         lost += ["the vector of small parameters"] if handle.layers.fuses_small else []
         some = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
-        freeze = "freeze such parameters (requires_grad_(False)) in a pass that is not theirs, or run it in no_sync()"
         becomes = (
-            f"{' and '.join(lost)} cannot take that back, so it has an effect on later averages: {freeze}"
+            f"{' and '.join(lost)} cannot take that back, so it has an effect on later averages: {self._instead}"
             if lost
             else "From now on, residuals get back what such averages took or left, for which a copy of them is kept. "
-            f"To save that memory and the traffic, {freeze}"
+            f"To save that memory and the traffic, {self._instead}"
         )
         handle.layers.warn_once(
             f"averages of {len(names)} of {len(self._names)} parameters ({some}) were sent for nothing: they were "
@@ -408,6 +434,38 @@ class Waiting:
         """Note that a backward pass is about to add to a parameter's gradient."""
         self.begins()
         self._reached.add(key)
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+        """Yield the parameters that both an optimizer and the handle have."""
+        return (p for group in optimizer.param_groups for p in group["params"] if self.is_ours(p))
+
+
+def follow(waiting: Waiting) -> None:
+    """Tell a handle's averages of the steps of all optimizers, as long as the handle lives."""
+    _listen()
+    _followed.add(waiting)
+
+
+_followed: weakref.WeakSet[Waiting] = weakref.WeakSet()
+
+
+@functools.cache
+def _listen() -> None:
+    """Register global hooks for the steps of all optimizers, once per process and never removed."""
+
+    @unseen
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for each in tuple(_followed):
+            if next(each.of(optimizer), None) is not None:
+                each.steps(optimizer)
+
+    @unseen
+    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for each in tuple(_followed):
+            each.stepped(list(each.of(optimizer)))
+
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def _version(x: Tensor) -> int:
