@@ -267,8 +267,9 @@ FEEDBACKS = (
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_run_that_throws_averages_away_has_the_bits_of_one_that_freezes(scaled):
-    """With every feedback, and with steps that a gradient scaler skips."""
+    """With every feedback, and with steps that a gradient scaler skips, the first one among them."""
     loops = [Loop(spec=spec, scaled=scaled) for spec in FEEDBACKS]
+    loops += [Loop(kind, passes=passes, scaled=scaled) for kind in ("after", "ddp", "module") for passes in (1, 2)]
     frozen = [replace(loop, freezes=True) for loop in loops]
     for found in run_ranks(played, 2, [*loops, *frozen]):
         for loop, own, wanted in zip(loops, found[: len(loops)], found[len(loops) :], strict=True):

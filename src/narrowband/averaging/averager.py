@@ -114,7 +114,8 @@ class Averager(Handle):
         if self.size > 1:
             instead = "create an Averager for each optimizer, and call that of the optimizer that steps"
             named = [(name, p) for name, p in pairs if p.requires_grad]
-            self._waiting = Waiting(self, named, old="assigned", instead=instead)
+            scaled = grad_scaler is not None and grad_scaler.is_enabled()
+            self._waiting = Waiting(self, named, old="assigned", scaled=scaled, instead=instead)
             follow(self._waiting)
 
     @torch.no_grad()

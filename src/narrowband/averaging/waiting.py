@@ -89,6 +89,8 @@ class Waiting:
             tell of every write to it; by ``hooks`` if gradients are views of DDP's buckets, whose versions change
             whenever anything is sent; ``never`` if every pass averages all gradients anew; ``assigned`` if, besides,
             the training loop may assign them.
+        scaled: whether a gradient scaler may skip steps, where nobody says that the model is called (:meth:`called`):
+            then all backward passes are watched, too.
         instead: what the warning about averages that are thrown away advises to do.
     """
 
@@ -98,6 +100,7 @@ class Waiting:
         named: Iterable[tuple[str, Tensor]],
         *,
         old: Literal["versions", "hooks", "never", "assigned"],
+        scaled: bool = False,
         instead: str = "freeze such parameters (requires_grad_(False)) in a pass that is not theirs, or run it in "
         "no_sync()",
     ) -> None:
@@ -106,6 +109,7 @@ class Waiting:
         self._names = {id(p): name for name, p in named if p.requires_grad}
         self._ours = {id(p): weakref.ref(p) for _, p in named if p.requires_grad}
         self._old = old
+        self._watches = old == "hooks" or scaled  # whether hooks stay for good
         #: Whether a step without a residual cannot go wrong: nothing is followed.
         self._off = not handle.layers.stateful
         self._beginning = not self._off
@@ -130,7 +134,7 @@ class Waiting:
         self._reached: set[int] = set()  # parameters that a backward pass has reached since; if there are hooks
         self._hooks: list[RemovableHandle] = []
         self._looked: int | None = None  # the last backward pass that has begun
-        if old == "hooks" and not self._off:
+        if self._watches and not self._off:
             self._hook()
 
     @property
@@ -205,7 +209,7 @@ class Waiting:
             self._wait()
         if self._waiting and not self._hooks:
             self._hook()
-        elif self._hooks and not (self._waiting or self.keeps or self._old == "hooks"):
+        elif self._hooks and not (self._waiting or self.keeps or self._watches):
             self._unhook()
 
     def averaged(self) -> None:
@@ -213,7 +217,7 @@ class Waiting:
         self._arrived = self._fresh = True
         if self._old == "assigned":
             self._reached.clear()
-            if self._hooks and not self.keeps:
+            if self._hooks and not (self.keeps or self._watches):
                 self._unhook()
         if self._spoilt:
             for key, p in self._present():
@@ -266,8 +270,9 @@ class Waiting:
         if running != -1 and self._looked == running:
             return
         self._looked = running
-        self._spoilt.clear()
-        if not self._waiting:
+        if running != -1 and self._old == "assigned" and not (self.keeps or self._waiting) and self._was_skipped():
+            self._wait()
+        if not (self._waiting or self._spoilt):
             return
         optimizer = None if self._steps_now is None else self._steps_now()
         if optimizer is not None:
@@ -345,12 +350,13 @@ class Waiting:
             self._reached.difference_update(map(id, parameters))
 
     def _cleared(self) -> set[int]:
-        """Return which of the waiting averages are gone, and note which are not finite. Waits for the parameters'
-        device, unless all are gone.
+        """Return which of the waiting averages are gone, and note which are not finite; so are those that were not in
+        an earlier pass of the step, unless they are gone now. Waits for the parameters' device, unless all are gone.
         """
         cleared, there = set(), []
+        looked_at, self._spoilt = self._waiting | self._spoilt, set()
         for key, p in self._present():
-            if key in self._waiting:
+            if key in looked_at:
                 gradient = None if p.grad is None else local(p.grad)
                 if gradient is None or self._is_assigned(p, key):
                     cleared.add(key)
@@ -385,7 +391,7 @@ class Waiting:
         handle = self._handle()
         if handle is not None:
             handle.layers.unused.clear()
-        if not self._waiting and self._old != "hooks":
+        if not (self._waiting or self._watches):
             self._unhook()
 
     def _begin_turns(self, thrown: set[int]) -> None:
