@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import math
+import random
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ class Loop:
         spec: codec and feedback.
         freezes: whether the other player is frozen in a player's pass.
         scaled: whether a gradient scaler steps, which skips some steps, and changes the scale often.
+        alone: whether it skips a step because of the second rank's gradient only.
         own_step: whether the second player's optimizer is not PyTorch's.
     """
 
@@ -69,6 +71,7 @@ class Loop:
     spec: str = SPEC
     freezes: bool = False
     scaled: bool = False
+    alone: bool = False
     own_step: bool = False
 
 
@@ -132,7 +135,7 @@ class Game:
             if not loop.freezes and other in given and loop.clears == "after":
                 self.junk[other] += thrown  # nobody clears it, and the next step takes it along
             with contextlib.nullcontext() if self.by_call or at == loop.passes - 1 else self.handle.no_sync():
-                self._backward(given, bad=bad)
+                self._backward(given, bad=bad and (not loop.alone or dist.get_rank() == 1))
         if self.by_call:
             self.handle.average()
         if loop.own_step and name == "second":
@@ -278,6 +281,69 @@ def test_a_run_that_throws_averages_away_has_the_bits_of_one_that_freezes(scaled
             for name in own[1]:
                 assert torch.equal(own[1][name], wanted[1][name]), (loop, name)
             assert own[2] == wanted[2] == (4 if scaled else 0)
+
+
+def drawn(count):
+    """Loops in which the other player's gradients are cleared before they could be stepped with."""
+    draw = random.Random(0)
+    kinds, specs = ("ddp", "view", "module", "after"), ("none+ef", *FEEDBACKS)
+    known = [  # in which ranks once skipped different steps
+        Loop("ddp", to_none=False, passes=2, most=3, spec="none+ef", scaled=True, alone=True),
+        Loop("after", clears="both after", passes=2, most=2, scaled=True),
+    ]
+    return known + [
+        Loop(
+            draw.choice(kinds),
+            to_none=draw.random() < 0.6,
+            clears=draw.choice(["before", "both after"]),
+            passes=draw.choice([1, 1, 2, 3]),
+            most=draw.choice([1, 1, 2, 3]),
+            spec=draw.choice(specs),
+            scaled=draw.random() < 0.7,
+            alone=draw.random() < 0.5,
+        )
+        for _ in range(count - len(known))
+    ]
+
+
+@pytest.mark.parametrize("count", [12, *thorough(160)])
+def test_loops_of_all_kinds_have_the_bits_of_those_that_freeze_and_skip_what_is_not_finite(count):
+    loops = drawn(count)
+    frozen = [replace(loop, freezes=True) for loop in loops]
+    for found in run_ranks(played, 2, [*loops, *frozen]):
+        for loop, own, wanted in zip(loops, found[:count], found[count:], strict=True):
+            assert torch.equal(own[0], wanted[0]), loop
+            assert same(own[1], wanted[1]), loop
+            assert own[2] == wanted[2] == (4 if loop.most == 1 else 6) * loop.scaled, loop
+
+
+def inf_on_top(rank, world_size, kind):
+    """How many steps are bad, and which averages are finite, if one rank adds inf to an average that waits. Under DDP
+    it does so in a pass in no_sync.
+    """
+    model = TwoPlayers()
+    trained = wrap(model) if kind == "ddp" else model
+    handle = (nb.Averager if kind == "after" else compress)(trained, SPEC, min_numel=64)
+    optimizer, _other = (torch.optim.SGD([p], lr=0.1) for p in (model.first, model.second))
+    for step in range(2):
+        x = torch.ones(24, 24)
+        given = {"first": x, "second": x * (math.inf if step and rank else 1.0)}
+        if kind == "ddp":
+            with handle.no_sync():
+                trained(given).backward()
+            trained({"first": x, "second": x}).backward()
+        else:
+            model(given).backward()
+            handle.average()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = [bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None]
+    return handle.stats().total.skipped, found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "after"])
+def test_what_is_not_finite_in_a_new_gradient_is_no_remainder_of_a_step_before(kind):
+    assert run_ranks(inf_on_top, 2, kind) == [(1, [False])] * 2
 
 
 def resumed(rank, world_size, loop):

@@ -117,6 +117,7 @@ class Waiting:
         self._since = 0  # averages since one was thrown away last, or since the beginning
         self._longest = 0  # the most of these before one was thrown away
         self._arrived = False  # whether averages have arrived
+        self._asked = True  # whether it was found out if the last step was skipped
         self._fresh = False  # whether they have, and no optimizer has stepped since
         self._waiting: set[int] = set()
         self._thrown: set[int] = set()
@@ -134,6 +135,7 @@ class Waiting:
         self._reached: set[int] = set()  # parameters that a backward pass has reached since; if there are hooks
         self._hooks: list[RemovableHandle] = []
         self._looked: int | None = None  # the last backward pass that has begun
+        self._has_looked = False  # whether one has begun since the last average
         if self._watches and not self._off:
             self._hook()
 
@@ -205,8 +207,7 @@ class Waiting:
         Args:
             stepped: whether an optimizer has stepped since the last average.
         """
-        if not (stepped or self._off or self.keeps or self._waiting) and self._was_skipped():
-            self._wait()
+        self._wait_if_skipped(stepped=stepped)
         if self._waiting and not self._hooks:
             self._hook()
         elif self._hooks and not (self._waiting or self.keeps or self._watches):
@@ -215,6 +216,7 @@ class Waiting:
     def averaged(self) -> None:
         """Note that averages were written into the gradients."""
         self._arrived = self._fresh = True
+        self._asked = self._has_looked = False
         if self._old == "assigned":
             self._reached.clear()
             if self._hooks and not (self.keeps or self._watches):
@@ -270,8 +272,9 @@ class Waiting:
         if running != -1 and self._looked == running:
             return
         self._looked = running
-        if running != -1 and self._old == "assigned" and not (self.keeps or self._waiting) and self._was_skipped():
-            self._wait()
+        first, self._has_looked = running != -1 and not self._has_looked, True
+        if running != -1 and self._old == "assigned":
+            self._wait_if_skipped(stepped=False)
         if not (self._waiting or self._spoilt):
             return
         optimizer = None if self._steps_now is None else self._steps_now()
@@ -280,7 +283,7 @@ class Waiting:
             self._owned |= own
             self._use(own - self._before)
         skipped = self._was_skipped() if not self._in_turns else False
-        cleared = self._cleared()
+        cleared = self._cleared(first=first)
         if self._owned or self._others_step:
             self._use_without_owner(set(self._waiting))
         if not self._owned:  # no optimizer has stepped: training does without, or a scaler skips its first steps
@@ -324,6 +327,16 @@ class Waiting:
         if self.keeps and not self._hooks:
             self._hook()
 
+    def _wait_if_skipped(self, *, stepped: bool) -> None:
+        """Let the last averages wait if a scaler skips their step. They can be told from new gradients only before the
+        first backward pass that follows.
+        """
+        if self._asked:
+            return
+        self._asked = True
+        if not (stepped or self._off or self.keeps or self._waiting) and self._was_skipped():
+            self._wait()
+
     def _use_without_owner(self, keys: set[int]) -> None:
         """Note that averages were used if their parameters are in no optimizer."""
         if not keys <= self._owned and not self._searched:
@@ -349,12 +362,15 @@ class Waiting:
         if self._reached:
             self._reached.difference_update(map(id, parameters))
 
-    def _cleared(self) -> set[int]:
-        """Return which of the waiting averages are gone, and note which are not finite; so are those that were not in
-        an earlier pass of the step, unless they are gone now. Waits for the parameters' device, unless all are gone.
+    def _cleared(self, *, first: bool) -> set[int]:
+        """Return which of the waiting averages are gone, and note which are not finite. Waits for the parameters'
+        device, unless all are gone.
+
+        Args:
+            first: whether no backward pass has added to them yet. What is not finite only later may be a new gradient.
         """
         cleared, there = set(), []
-        looked_at, self._spoilt = self._waiting | self._spoilt, set()
+        looked_at, before, self._spoilt = self._waiting | self._spoilt, self._spoilt, set()
         for key, p in self._present():
             if key in looked_at:
                 gradient = None if p.grad is None else local(p.grad)
@@ -369,6 +385,8 @@ class Waiting:
             norms = torch.stack([norm.float() for norm in torch._foreach_norm([x for _, x in some], math.inf)]).tolist()
             cleared.update(key for (key, _), norm in zip(some, norms, strict=True) if norm == 0)
             self._spoilt.update(key for (key, _), norm in zip(some, norms, strict=True) if not math.isfinite(norm))
+            if not first:
+                self._spoilt &= before
         return cleared
 
     def _is_assigned(self, p: Tensor, key: int) -> bool:
@@ -422,7 +440,7 @@ class Waiting:
 
     def _hook(self) -> None:
         own = weakref.ref(self)
-        self._hooks = [_hook(p, key, own) for key, p in self._present() if p.requires_grad]
+        self._hooks = [_hook(p, key, own) for key, p in self._present()]
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -481,7 +499,7 @@ def _version(x: Tensor) -> int:
 
 
 def _hook(p: Tensor, key: int, own: weakref.ref[Waiting]) -> RemovableHandle:
-    """Hook a parameter. Hooks of a tensor run before its gradient is added to ``.grad``."""
+    """Hook a parameter, also while it is frozen. Hooks of a tensor run before its gradient is added to ``.grad``."""
 
     @unseen
     def reached(_: Tensor) -> None:
@@ -489,7 +507,12 @@ def _hook(p: Tensor, key: int, own: weakref.ref[Waiting]) -> RemovableHandle:
             waiting.reaches(key)
 
     reached.__torch_unserializable__ = True  # type: ignore[attr-defined]
-    hooked: RemovableHandle = p.register_hook(reached)  # type: ignore[no-untyped-call]
+    trained = p.requires_grad
+    p.requires_grad_(True)  # otherwise PyTorch accepts no hook
+    try:
+        hooked: RemovableHandle = p.register_hook(reached)  # type: ignore[no-untyped-call]
+    finally:
+        p.requires_grad_(trained)
     return hooked
 
 

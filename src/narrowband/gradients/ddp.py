@@ -98,16 +98,19 @@ class DDPCompression(GradientCompression):
         """
         return self._all_used and in_backward
 
-    def called(self) -> None:
-        """Note that the model was called outside of ``no_sync``. The hook calls this.
+    def called(self, *, averaged: bool) -> None:
+        """Note that the model was called. The hook calls this.
+
+        Args:
+            averaged: whether that was outside of ``no_sync``.
 
         Raises:
             RuntimeError: the backward pass before ended early, while gradients were being exchanged.
         """
-        if self._broke_off() and not self._returned:
+        if averaged and self._broke_off() and not self._returned:
             raise RuntimeError(f"forward: {BROKE_OFF}")
         if self._steps is not None:
-            self._steps.called()
+            self._steps.called(averaged=averaged)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the model's own ``no_sync``; see :meth:`GradientCompression.no_sync`."""

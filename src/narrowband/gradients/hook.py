@@ -56,8 +56,8 @@ class Averaging(Protocol):
     def paused(self) -> bool:
         """Whether averages are uncompressed for now."""
 
-    def called(self) -> None:
-        """Note that the model was called, and that DDP will average the gradients of this call."""
+    def called(self, *, averaged: bool) -> None:
+        """Note that the model was called, and whether DDP will average the gradients of this call."""
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average a complete bucket of gradients."""
@@ -159,8 +159,8 @@ class Hook(Left):
             return
         if self.watch is not None:
             self.watch.used = True
-            if self.handle is not None and cast("DistributedDataParallel", module).require_backward_grad_sync:
-                self.handle.called()
+            if self.handle is not None:
+                self.handle.called(averaged=cast("DistributedDataParallel", module).require_backward_grad_sync)
         self.say_copied(module)
 
 

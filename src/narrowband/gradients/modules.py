@@ -149,8 +149,8 @@ class ModuleCompression(GradientCompression):
                     f"{f' and {len(twice) - 1} more' if len(twice) > 1 else ''}); pass the DistributedDataParallel to "
                     "compress_gradients instead of the module inside it, or leave DistributedDataParallel out"
                 )
-        if self._syncing and self._steps is not None:
-            self._steps.called()
+        if self._steps is not None:
+            self._steps.called(averaged=self._syncing)
 
     def begin(self, *, early: bool = True) -> None:
         """Note that the running backward pass reaches the model's parameters.

@@ -111,10 +111,10 @@ class Steps:
         _listen()
         _all.add(self)
 
-    def called(self) -> None:
-        """Note that the model was called, and that the gradients of this call will be averaged."""
+    def called(self, *, averaged: bool) -> None:
+        """Note that the model was called, and whether the gradients of this call will be averaged."""
         self.waiting.called(stepped=self._state is not Turn.AVERAGED or self._stepping is not None)
-        if self._state is Turn.USED:
+        if averaged and self._state is Turn.USED:
             self._state = Turn.CALLED
 
     def stays_local(self) -> None:
