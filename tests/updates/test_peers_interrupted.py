@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 import narrowband as nb
 from narrowband.updates import fragments
 from narrowband.updates.connections import Connections
-from tests.gradients.training import loss_of, refusal, sgd, train
+from tests.gradients.training import flat, loss_of, refusal, sgd, train
 from tests.ranks import run_ranks
 from tests.updates.peers import LONG_S, Normed, everything, join
 
@@ -24,8 +24,13 @@ def interrupted(rank, world_size, address, where):
     """Peer 2 is interrupted in its fourth round, and its program goes on: what all have after each round; what it
     keeps of its residuals before and after; and in how many rounds somebody was missing.
     """
-    model, optimizer, handle = join(address, rank, model=Normed(0), begin_with=world_size, exchange_s=LONG_S)
+    model, optimizer, handle = join(address, rank, model=Normed(0), begin_with=world_size, exchange_s=10 * LONG_S)
     side = nb.Rendezvous(address).connect()
+    opens = handle._open
+
+    def breaks(view):
+        handle._open = opens
+        raise RuntimeError("the wire broke")
 
     def stops(method, *, after):
         """Ctrl-C comes before a method, or, where it waits in C++, when it returns."""
@@ -37,6 +42,8 @@ def interrupted(rank, world_size, address, where):
             result = None if now and not after else method(*given, **options)
             if now and where == "when it has been put into the round, and the others are in it":
                 side.wait(["0 is in it", "1 is in it"])
+            elif now and where == "when it has been put into the round, and the others connect":
+                side.wait(["0 connects", "1 connects"])
             if now:
                 side.set("stopped", "1")
                 raise KeyboardInterrupt
@@ -55,7 +62,7 @@ def interrupted(rank, world_size, address, where):
             handle._apply = stops(handle._apply, after=False)
         elif where == "when it has its update":
             handle._snapshot = stops(handle._snapshot, after=False)
-        elif where == "while it takes its update":
+        elif where.startswith("while it takes its update"):
             difference = fragments._take_difference
             fragments._take_difference = stops(difference, after=True)  # the first tensor has changed
         else:
@@ -69,22 +76,30 @@ def interrupted(rank, world_size, address, where):
                 side.set(f"{rank} is in it", "1")
             return feed(*given, **options)
 
-        handle.feed = fed
+        def opened(view):
+            side.set(f"{rank} connects", "1")
+            return opens(view)
+
+        handle.feed, handle._open = fed, opened
     seen, kept, missing = {}, [], 0
     for step in range(100):
         if handle.rounds == 7:
             break
         before = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
+        if rank == 0 and handle.rounds == 3 and where.endswith("the others connect"):
+            handle._hang_up()  # so all connect anew
         try:
             train(model, rank, [step], optimizer)
         except KeyboardInterrupt:
+            if where.endswith("the next exchange breaks off"):
+                handle._open = breaks
             kept = [before, {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}]
             continue
         if not handle.steps:
             seen[handle.rounds] = everything(model)
             missing += len(handle.peers) < world_size
     handle.remove()
-    if where == "while it takes its update" and rank == 2:
+    if where.startswith("while it takes its update") and rank == 2:
         fragments._take_difference = difference
     return seen, kept, missing
 
@@ -93,10 +108,12 @@ def interrupted(rank, world_size, address, where):
     "where",
     [
         "while it takes its update",
+        "while it takes its update, and the next exchange breaks off",
         "when it has its update",
         "while it waits",
         "when it has been put into the round",
         "when it has been put into the round, and the others are in it",
+        "when it has been put into the round, and the others connect",
         "in an exchange",
         "after an exchange",
         "after the vote",
@@ -104,7 +121,7 @@ def interrupted(rank, world_size, address, where):
     ],
 )
 def test_a_peer_that_was_interrupted_goes_on_and_is_equal_again(store, where):
-    """And nobody waits for a time-out, which would be five minutes."""
+    """And nobody waits for a time-out, which would be many minutes."""
     results = run_ranks(interrupted, 3, store, where, group=False)
     first = results[0][0]
     assert list(first) == [2, 3, 4, 5, 6, 7]
@@ -230,3 +247,53 @@ def test_wherever_a_peer_is_interrupted_its_residuals_are_those_of_the_rounds_ou
         assert not committed or not all(torch.equal(after[name], before[name]) for name in before)
         due = sent if committed else before
         assert all(torch.equal(after[name], due[name]) for name in before)
+
+
+def interrupted_while_it_is_put_in(rank, world_size, address):
+    """Peer 2 is interrupted while it waits for its fourth round, when the others have seen it there and are about to
+    put it into the round. It does nothing then until the others have given that round up.
+    """
+    model, optimizer, handle = join(address, rank, begin_with=world_size, exchange_s=LONG_S)
+    side, meeting = nb.Rendezvous(address).connect(), handle._meeting
+    waits, records = meeting._meet, meeting._records
+
+    def stops(turn, own, end):
+        if handle.rounds < 3 or side.check(["stopped"]):
+            return waits(turn, own, end)
+        side.wait(["0 has seen it", "1 has seen it"])
+        raise KeyboardInterrupt
+
+    def sees(turn):
+        found = records(turn)
+        if handle.rounds == 3 and len(found) == world_size and not side.check(["stopped"]):
+            side.set(f"{rank} has seen it", "1")
+            side.wait(["stopped"])
+        return found
+
+    if rank == 2:
+        meeting._meet = stops
+    else:
+        meeting._records = sees
+    seen = {}
+    for step in range(100):
+        if handle.rounds == 6:
+            break
+        try:
+            train(model, rank, [step], optimizer)
+        except KeyboardInterrupt:
+            turn = meeting._turn() + 1
+            side.set("stopped", "1")
+            for _ in meeting._looks(f"{turn}/outcome"):
+                pass
+            continue
+        if not handle.steps:
+            seen[handle.rounds] = len(handle.peers), flat(model)
+    handle.remove()
+    return seen
+
+
+def test_nobody_waits_for_a_peer_that_was_put_into_a_round_after_it_was_interrupted(store):
+    results = run_ranks(interrupted_while_it_is_put_in, 3, store, group=False)
+    for seen in results:
+        assert {rounds: peers for rounds, (peers, _) in seen.items()} == dict.fromkeys(range(2, 7), 3)
+        assert all(torch.equal(x, results[0][rounds][1]) for rounds, (_, x) in seen.items())

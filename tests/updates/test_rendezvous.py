@@ -5,18 +5,19 @@ happens.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import socket
 import threading
 import time
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch.distributed as dist
 
 import narrowband as nb
-from narrowband.updates.rendezvous import Meeting, RendezvousError, View, serve
+from narrowband.updates.rendezvous import Entry, Meeting, RendezvousError, View, serve
 from tests.thorough import thorough
 
 GRACE_S, EXCHANGE_S = 0.03, 0.25
@@ -360,3 +361,51 @@ def test_who_left_a_round_after_its_vote_is_behind_in_a_view_of_new_connections(
     together(*(lambda p=p, v=v: p.vote(v, good=True) for p, v in zip((a, b), views, strict=True)))
     views = together(lambda: a.arrive(2, 1.0), lambda: b.arrive(1, 1.0))  # b has not applied what it voted for
     assert [(view.fresh, view.behind, view.round) for view in views] == [(True, False, 2), (True, True, 2)]
+
+
+def test_where_one_has_closed_its_connections_all_need_new_ones():
+    a, b = begun(dist.HashStore(), "a", "b")
+    views = together(lambda: a.arrive(1, 1.0), lambda: b.arrive(1, 1.0, linked=False))
+    assert [(view.fresh, view.some_are_behind) for view in views] == [(True, False)] * 2
+
+
+def test_a_round_with_a_peer_that_left_while_it_was_proposed_is_aborted():
+    """The peer that leaves finds no view yet, and the one that proposes has seen it there."""
+    closed = []
+    a, b = begun(dist.HashStore(), "a", "b")
+    b._hang_up, records, looks = lambda: closed.append(b.peer), a._records, b._looks
+
+    def interrupted(key):
+        looks(key)
+        raise KeyboardInterrupt
+
+    def sees(turn):
+        found = records(turn)
+        if len(found) == 1:
+            b._looks = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                b.arrive(1, 1.0)
+            b._looks = looks
+            found[1] = replace(found[0], peer=b.peer)
+            a._records = records
+        return found
+
+    a._records = sees
+    view = a.arrive(1, 1.0)
+    assert [entry.peer for entry in view.entries] == [a.peer, b.peer]
+    assert closed == [b.peer]  # so a notices also where it has begun the exchange
+    assert not a.is_open(view)
+
+
+def test_a_peer_that_could_not_withdraw_is_in_a_view_once():
+    store = dist.HashStore()
+    a, b = begun(store, "a", "b")
+    number = a._store.add("2/arrived", 1) - 1
+    a._store.set(f"2/{number}", json.dumps(asdict(Entry(a.peer, 1, 5.0))))
+
+    def second():
+        wait_until(lambda: any(entry.weight == 1.0 for entry in b._records(2).values()))
+        return b.arrive(1, 2.0)
+
+    views = together(lambda: a.arrive(1, 1.0), second)
+    assert [[entry.weight for entry in view.entries] for view in views] == [[1.0, 2.0]] * 2

@@ -46,6 +46,7 @@ class Connections:
 
     def __init__(self, rules: Rendezvous) -> None:
         self._rules = rules
+        self._store: Any = None  # PyTorch keeps what is C++ of it, which calls what is Python
         self._longest_s: float | None = None  # the longest exchange over the current connections
         self._warned = False
 
@@ -56,7 +57,7 @@ class Connections:
             view: the peers.
             store: the view's store, where the peers find each other.
         """
-        self._longest_s = None
+        self._longest_s, self._store = None, store
         # Peers look for each other under a name that PyTorch makes of how many groups the process has begun to create.
         # A peer that could not connect, as when another one died meanwhile, has counted one that others have not.
         dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - there is no other way

@@ -97,8 +97,9 @@ class ElasticUpdateCompression(UpdateCompression):
         self._changes = Changes()
         self._round = -1  # number of commits since the peers' run began in the store; -1: not in a round yet
         self._has_its_round = True  # whether the parameters are those of `_round`: no later round was left midway
-        # The round that this peer is in, and how to undo its exchange, until the peer has learned the outcome.
-        self._unsettled: tuple[View, Callable[[], None]] | None = None
+        # The round that this peer is in, how to undo its exchange, and whether it had its parameters before, until the
+        # peer has learned the outcome.
+        self._unsettled: tuple[View, Callable[[], None], bool] | None = None
         self._rounds_before = 0  # rounds of the run before, from which a state was loaded
         self.peers: tuple[str, ...] = ()
         facts = _facts(model, optimizers, settings, rounds)
@@ -256,14 +257,15 @@ class ElasticUpdateCompression(UpdateCompression):
                     f"no exchange has succeeded for patience_s={self._rules.patience_s:g} seconds; warnings in the log "
                     "say why"
                 )
-            number = self._round if self._has_its_round else min(self._round, 0)
-            view = self._meeting.arrive(number, weight, changed=self._changes.found)
-            self._unsettled = view, put_back
-            good, took, self._has_its_round = False, None, False
+            had = self._has_its_round
+            number = self._round if had else min(self._round, 0)
             try:
+                # In one line, since Ctrl-C may come between two.
+                self._unsettled = (view := self._arrive(number, weight)), put_back, had
+                good, took, self._has_its_round = False, None, False
                 try:
                     if self._meeting.is_open(view) and ("_engine" not in vars(self) or self._check_others(view)):
-                        if view.fresh or not self._linked:
+                        if view.fresh:
                             link(view)
                             self._linked = True
                             self._check_next = True  # on all peers of a fresh view, so that all check in the same round
@@ -288,7 +290,10 @@ class ElasticUpdateCompression(UpdateCompression):
                 self._round, self.peers = view.round + 1, tuple(entry.peer for entry in view.entries)
                 self._has_its_round, self._changes.found = True, False
                 return
-            self._undo(put_back)
+            self._undo(put_back, had)
+
+    def _arrive(self, number: int, weight: float) -> View:
+        return self._meeting.arrive(number, weight, changed=self._changes.found, linked=self._linked)
 
     def _tell_of_another_try(self, view: View, why: str) -> None:
         log.warning("round %d: the exchange broke off, and will be repeated: %s", view.round + self._rounds_before, why)
@@ -299,7 +304,7 @@ class ElasticUpdateCompression(UpdateCompression):
         """
         if self._unsettled is None:
             return
-        view, put_back = self._unsettled
+        view, put_back, had = self._unsettled
         try:
             committed = self._meeting.vote(view, good=False)
         except RendezvousError:  # nobody will know; the parameters are those of the last round
@@ -307,13 +312,13 @@ class ElasticUpdateCompression(UpdateCompression):
         if committed:
             self._unsettled = None
         else:
-            self._undo(put_back)
+            self._undo(put_back, had)
 
-    def _undo(self, put_back: Callable[[], None]) -> None:
+    def _undo(self, put_back: Callable[[], None], had: bool) -> None:
         """Close the connections, and restore this peer's state from before the round."""
         self._unlink()
         put_back()
-        self._has_its_round = True
+        self._has_its_round = had
         self._unsettled = None
 
     def _check_between_steps(self, what: str) -> None:

@@ -35,6 +35,7 @@ from torch import distributed
 
 from narrowband.errors import DisagreementError
 from narrowband.units import counted
+from narrowband.updates.stores import UntilAborted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -145,12 +146,14 @@ class Entry:
         round: number of commits that its parameters have seen; -1 if it has not been in a round.
         weight: weight of its update in the mean.
         changed: whether something else than a step has changed its parameters since then.
+        linked: whether its connections to the peers of its last round are open.
     """
 
     peer: str
     round: int
     weight: float
     changed: bool = False
+    linked: bool = True
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ class View:
         entries: the peers, current ones first; the index of a peer is its rank.
         rank: this peer's rank.
         fresh: whether the peers need new connections: they are not those of the turn before, that turn was not
-            committed, or some peers are behind.
+            committed, some peers are behind, or some have closed theirs.
         beginning: whether no round was committed before, so that all begin with the parameters of the first peer.
     """
 
@@ -209,9 +212,9 @@ class Meeting:
         rendezvous: the run, the peer's name, and how long to wait.
         store: client of the store that all peers share.
         facts: name → value of everything that must be the same on all peers.
-        hang_up: function that closes this peer's connections, if there are any. It is called when this peer was put
-            into a round in which it takes no part. The others may be in the exchange already, where they look at no
-            store but notice closed connections.
+        hang_up: function that closes this peer's connections, if there are any. It is called when this peer was put, or
+            may be put, into a round in which it takes no part. The others may be in the exchange already, where they
+            look at no store but notice closed connections.
 
     Raises:
         DisagreementError: the peer that came first in this run had other facts.
@@ -232,24 +235,27 @@ class Meeting:
         self._agree(facts)
 
     def store_of(self, view: View) -> Any:
-        """Return the store by which a view's peers connect to each other."""
-        return dist.PrefixStore(f"{view.turn}/group", self._store)
+        """Return the store by which a view's peers connect to each other. Who waits there for a peer that does not come
+        gets an error as soon as the turn's round is aborted.
+        """
+        return UntilAborted(dist.PrefixStore(f"{view.turn}/group", self._store), lambda: self._outcome(view.turn))
 
     # ---- arriving ----------------------------------------------------------------------------------------------------
 
-    def arrive(self, round_number: int, weight: float, *, changed: bool = False) -> View:
+    def arrive(self, round_number: int, weight: float, *, changed: bool = False, linked: bool = True) -> View:
         """Wait until there is a view with this peer in it, and return the view.
 
         Args:
             round_number: number of commits that this peer's parameters have seen; -1 if it has not been in a round.
             weight: weight of its update.
             changed: whether something else than a step has changed this peer's parameters since then.
+            linked: whether this peer's connections to the peers of its last round are open.
 
         Raises:
             RendezvousError: the store does not answer, no round was held for too long, or no peer is left that has the
                 parameters of the last one.
         """
-        own = Entry(self.peer, round_number, weight, changed)
+        own = Entry(self.peer, round_number, weight, changed, linked)
         end = time.monotonic() + self._rules.patience_s
         with self._answering():
             while True:
@@ -261,13 +267,14 @@ class Meeting:
                     self._meet(turn, own, end)
                     view = self._view(turn, own)
                     self._advance(turn)
+                    if view is not None and view.entries[view.rank] == own:
+                        return view
                 except BaseException:  # Ctrl-C, too: a peer that does not wait any longer must not be put into a view
                     with contextlib.suppress(RuntimeError, OSError):
                         self._store.set(f"{turn}/{slot}", _NOBODY)
                         self._stay_out(turn)
+                    self._hang_up()  # who has just seen this peer here may yet put it into a view
                     raise
-                if view is not None and view.entries[view.rank] == own:
-                    return view
                 self._stay_out(turn)
 
     def _stay_out(self, turn: int) -> None:
@@ -304,6 +311,7 @@ class Meeting:
                         {"round": round_number, "beginning": beginning, "entries": [asdict(entry) for entry in entries]}
                     )
                     self._store.compare_set(f"{turn}/view", "", said)
+                    self._abort_without_all(turn)
             if now - began >= self._rules.grace_s and self._is_over(before, here.values()):
                 self.leave()
                 assert before is not None
@@ -324,6 +332,15 @@ class Meeting:
                     f"{counted(len(here), 'peer is', 'peers are')} here (least={self._rules.least}), and possibly none "
                     "of them has the parameters of the last round"
                 )
+
+    def _abort_without_all(self, turn: int) -> None:
+        """Abort a turn's round if a peer of its view has left since this peer saw it there. A peer that leaves looks
+        for a view after it has said so, and a peer that proposes one looks for those who leave after that; so at least
+        one of them finds the other.
+        """
+        view, here = self._decided(turn), set(self._records(turn).values())
+        if view is not None and not here.issuperset(view.entries):
+            self._store.compare_set(f"{turn}/outcome", "", "abort")
 
     def _tell_who_is_missing(self, last: View, round_number: int | None, here: Iterable[Entry]) -> bool:
         """Log a warning if no peer that is here has the parameters of the last round, and return whether it was logged.
@@ -386,7 +403,8 @@ class Meeting:
         before = self._decided(turn - 1)
         same = before is not None and [e.peer for e in before.entries] == [e.peer for e in view.entries]
         # A peer may have left the round before midway, after its vote, and have come back in time for this one.
-        fresh = not same or self._outcome(turn - 1) != "commit" or view.some_are_behind
+        kept = same and not view.some_are_behind and all(entry.linked for entry in view.entries)
+        fresh = not kept or self._outcome(turn - 1) != "commit"
         return replace(view, rank=ranks[0], fresh=fresh)
 
     def _decided(self, turn: int) -> View | None:
@@ -398,12 +416,15 @@ class Meeting:
         return View(turn, said["round"], entries, rank=0, fresh=True, beginning=said["beginning"])
 
     def _records(self, turn: int) -> dict[int, Entry]:
-        """Return slot → entry of the peers that have arrived at a turn and not left since."""
+        """Return slot → entry of the peers that have arrived at a turn and not left since; the last entry of each."""
         key = f"{turn}/arrived"
         number = int(self._store.add(key, 0)) if self._store.check([key]) else 0
         there = (slot for slot in range(number) if self._store.check([f"{turn}/{slot}"]))
         said = {slot: json.loads(self._store.get(f"{turn}/{slot}")) for slot in there}
         arrived = {slot: Entry(**entry) for slot, entry in said.items() if entry is not None}
+        # Two of a peer that was interrupted again before it had withdrawn the first.
+        last = {entry.peer: slot for slot, entry in arrived.items()}
+        arrived = {slot: arrived[slot] for slot in last.values()}
         return {slot: entry for slot, entry in arrived.items() if not self._store.check([f"left/{entry.peer}"])}
 
     def _turn(self) -> int:
