@@ -210,13 +210,16 @@ def test_a_transport_of_ones_own_sees_every_byte_and_is_closed_with_the_model():
     assert run_ranks(with_ones_own, 3) == [(True, 1)] * 3
 
 
-def interrupted(rank, world_size):
-    """Ctrl-C on rank 1 in the middle of an exchange. Its process lives on, until the others have said what they got."""
+def interrupted(rank, world_size, where):
+    """Ctrl-C on rank 1 in the middle of an exchange, or between two exchanges of one step. Its process lives on, until
+    the others have said what they got.
+    """
     model = nb.CodedDataParallel(mlp(), 2, "broadcast")
 
     def step(at):
         x, y = model.split(*batch(at, 24))
-        loss_of(model(x), y).backward()
+        # A gradient that is suddenly so large that the step is exchanged twice.
+        (loss_of(model(x), y) * (1e6 if at == 1 and where == "between exchanges" else 1.0)).backward()
 
     def anew():
         nonlocal model
@@ -231,7 +234,7 @@ def interrupted(rank, world_size):
         dist.barrier(others)  # all have heard of it while rank 1 waits
         dist.barrier()
         return told, refusal(lambda: step(2)), anew()
-    received, calls = dist.batch_isend_irecv, []
+    received, passes, calls = dist.batch_isend_irecv, model._average._exchange._pass, []
 
     def stopping(operations):
         calls.append(1)
@@ -239,9 +242,16 @@ def interrupted(rank, world_size):
             signal.raise_signal(signal.SIGINT)
         return received(operations)
 
+    def stopping_after(*given):
+        found = passes(*given)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    in_exchange = patch.object(dist, "batch_isend_irecv", stopping)
+    between = patch.object(model._average._exchange, "_pass", stopping_after)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with patch.object(dist, "batch_isend_irecv", stopping), pytest.raises(KeyboardInterrupt) as caught:
+        with between if where == "between exchanges" else in_exchange, pytest.raises(KeyboardInterrupt) as caught:
             step(1)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -249,8 +259,9 @@ def interrupted(rank, world_size):
     return str(caught.value), refusal(lambda: step(2)), anew()
 
 
-def test_ctrl_c_in_an_exchange_ends_it_on_all_ranks_although_the_process_lives_on():
-    results = run_ranks(interrupted, 4)
+@pytest.mark.parametrize("where", ["in an exchange", "between exchanges"])
+def test_ctrl_c_in_a_step_ends_it_on_all_ranks_although_the_process_lives_on(where):
+    results = run_ranks(interrupted, 4, where)
     for rank, (told, then, averages) in enumerate(results):
         assert torch.equal(averages, results[0][2])
         if rank != 1:

@@ -112,16 +112,15 @@ class BlockAverage:
                 node, and it cannot return.
         """
         self.last = self._exchange.stats = CodedStepStats(steps=1, raw_bytes=4 * self._exchange.numel)
-        if self.is_given:
-            out = self._next_given()
-        else:
-            try:
-                out = self._take_part(samples)
-            except RanksLostError as error:
-                if self.rank not in error.ranks:
-                    raise
-                self._recovery.return_after(error, self.step, has_sum=self._magnitude is not None)
-                out = self._next_given() if self._magnitude is None else self._finished()
+        self._exchange.under_way = False
+        try:
+            out = self._next_given() if self.is_given else self._taken(samples)
+        except BaseException as error:
+            # Errors of exchanges are raised on all nodes. After others, such as Ctrl-C, nodes wait in later exchanges.
+            here_alone = not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError)
+            if here_alone and self._exchange.under_way:
+                self.transport.break_off()
+            raise
         self.clear()
         self.step += 1
         self.total.add(self.last)
@@ -136,6 +135,18 @@ class BlockAverage:
         self.step = state["step"]
         if same_assignment and state["limit"] == self.unit.limit:
             self.unit.exponent = state["exponent"]
+
+    def _taken(self, samples: int) -> Tensor:
+        """Compute the average with the other nodes; or return with what they give, if they have gone on without this
+        node.
+        """
+        try:
+            return self._take_part(samples)
+        except RanksLostError as error:
+            if self.rank not in error.ranks:
+                raise
+            self._recovery.return_after(error, self.step, has_sum=self._magnitude is not None)
+            return self._next_given() if self._magnitude is None else self._finished()
 
     def _take_part(self, samples: int) -> Tensor:
         """Compute the average with all nodes that are there, and let a lost node back in if it asks."""

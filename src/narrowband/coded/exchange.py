@@ -42,6 +42,7 @@ class BlockExchange:
         assignment, rank, transport, device: the arguments.
         numel: number of elements of all parameters together.
         stats: statistics of the current step.
+        under_way: whether this node has begun to exchange something in the current step.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class BlockExchange:
         self.assignment, self.rank, self.transport, self.device = assignment, rank, transport, device
         self.numel = sum(numels)
         self.stats = CodedStepStats()
+        self.under_way = False
         self._unit, self._numels = unit, list(numels)
         self._sizes = {} if segment_nbytes is None else {"nbytes": segment_nbytes}
         self._segments = cut(self.numel, assignment, unit.dtype.itemsize, **self._sizes)
@@ -196,6 +198,7 @@ class BlockExchange:
         wanted = [_behind(head, this.wanted(segment, k), hears=k in this.heard) if k in others else [] for k in nodes]
         incoming = [buffers[k] if k in others else None for k in nodes]
         encoded = time.perf_counter()
+        self.under_way = True
         self.transport.exchange(outgoing, incoming, wanted)
         arrived = time.perf_counter()
         for node in others:

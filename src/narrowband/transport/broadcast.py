@@ -90,6 +90,11 @@ class Broadcast(Transport):
         self._asked.clear()
         self._group, self._ended = None, self._ended or "the broadcast transport is closed"
 
+    def break_off(self) -> None:
+        """See :meth:`Transport.break_off`."""
+        if self._group is not None:
+            self._end()
+
     def _end(self) -> None:
         """Let go of the group: when nobody holds it, gloo's connections are closed. NCCL looks after its own."""
         group, self._group = self._group, None

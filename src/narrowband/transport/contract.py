@@ -109,6 +109,12 @@ class Transport(ABC):
     def close(self) -> None:
         """Release sockets, threads and memory. A second call does nothing."""
 
+    def break_off(self) -> None:
+        """End the transport in the middle of a step, as where Ctrl-C came between two exchanges. Ranks that wait for
+        this one get an error soon.
+        """
+        self.close()
+
 
 def check_exchange(outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted, rank: int, size: int) -> None:
     """Raise ValueError for malformed arguments of :meth:`Transport.exchange`."""
