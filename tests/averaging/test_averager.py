@@ -18,7 +18,7 @@ from tests.gradients.training import flat, heard, loss_of, mlp, refusal
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 
-STEPS = 4
+STEPS = 3
 #: Here the layout of DDP's buckets decides in which order numbers are added: the norm that is clipped is one of all
 #: buckets, and without feedback PowerSGD multiplies those matrices in one product that lie in one bucket.
 BY_BUCKET = ("dgc:density=0.05,momentum=0.5,nesterov=true,clip=1.0", "powersgd:rank=1,ef=false")

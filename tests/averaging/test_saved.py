@@ -21,7 +21,8 @@ SPEC = "topk:density=0.1+ef"
 
 
 def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=5e-3)
+    """All parameters in one operator, since DTensor makes each of them slow."""
+    return torch.optim.AdamW(model.parameters(), lr=5e-3, fused=True)
 
 
 def replicated():
@@ -55,6 +56,20 @@ def saves(rank, world_size, kind, folder):
     return parameters(model), residuals, isinstance(handle.stateful, Stateful)
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """By kind and number of ranks: the folder, and how they went on."""
+    made = {}
+
+    def of(kind, ranks):
+        if (kind, ranks) not in made:
+            folder = str(tmp_path_factory.mktemp("checkpoint") / "saved")
+            made[kind, ranks] = folder, run_ranks(saves, ranks, kind, folder)
+        return made[kind, ranks]
+
+    return of
+
+
 def with_more_shards(rank, world_size, folder):
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("nodes", "shards"))
     model = fully_shard(mlp(), mesh=mesh["shards"])
@@ -62,9 +77,9 @@ def with_more_shards(rank, world_size, folder):
     return refusal(lambda: handle.load_saved(folder))
 
 
-def test_shards_of_another_number_are_named(tmp_path):
-    run_ranks(saves, 4, "fsdp", str(tmp_path / "saved"))
-    for rank, (kind, text) in enumerate(run_ranks(with_more_shards, 4, str(tmp_path / "saved"))):
+def test_shards_of_another_number_are_named(checkpoint):
+    folder, _ = checkpoint("fsdp", 4)
+    for rank, (kind, text) in enumerate(run_ranks(with_more_shards, 4, folder)):
         assert kind == "ValueError"
         assert f"for shard0, shard1, but none for shard{rank}" in text or rank < 2  # of another size
 
@@ -88,9 +103,9 @@ def loads(rank, world_size, kind, folder, any_number):
 
 @pytest.mark.parametrize(("kind", "ranks"), [("ddp", 3), ("fsdp", 4)])
 @pytest.mark.parametrize("any_number", [False, True])
-def test_as_many_ranks_go_on_to_the_bit(kind, ranks, any_number, tmp_path):
-    before = run_ranks(saves, ranks, kind, str(tmp_path / "saved"))
-    after = run_ranks(loads, ranks, kind, str(tmp_path / "saved"), any_number)
+def test_as_many_ranks_go_on_to_the_bit(kind, ranks, any_number, checkpoint):
+    folder, before = checkpoint(kind, ranks)
+    after = run_ranks(loads, ranks, kind, folder, any_number)
     for (was, owed, stateful), (now, owes, steps, missing) in zip(before, after, strict=True):
         assert stateful
         assert torch.equal(was, now)
@@ -102,9 +117,9 @@ def test_as_many_ranks_go_on_to_the_bit(kind, ranks, any_number, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), [("ddp", 3, 2), ("fsdp", 4, 6)])
-def test_another_number_of_ranks_keeps_the_sum_of_the_residuals(kind, before, after, tmp_path):
-    saved = run_ranks(saves, before, kind, str(tmp_path / "saved"))
-    loaded = run_ranks(loads, after, kind, str(tmp_path / "saved"), True)
+def test_another_number_of_ranks_keeps_the_sum_of_the_residuals(kind, before, after, checkpoint):
+    folder, saved = checkpoint(kind, before)
+    loaded = run_ranks(loads, after, kind, folder, True)
     shards = 1 if kind == "ddp" else 2
     assert all(torch.equal(loaded[0][0], now) for now, *_ in loaded)
     for shard in range(shards):
@@ -119,9 +134,9 @@ def few(rank, world_size, folder):
     return refusal(lambda: dcp.load({"handle": handle.stateful}, checkpoint_id=folder))
 
 
-def test_as_a_stateful_it_loads_on_as_many_ranks_alone(tmp_path):
-    run_ranks(saves, 3, "ddp", str(tmp_path / "saved"))
-    for error in run_ranks(few, 2, str(tmp_path / "saved")):
+def test_as_a_stateful_it_loads_on_as_many_ranks_alone(checkpoint):
+    folder, _ = checkpoint("ddp", 3)
+    for error in run_ranks(few, 2, folder):
         assert "rank" in error[1]
 
 

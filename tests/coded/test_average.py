@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from narrowband.coded.assignment import Assignment
 from narrowband.coded.header import Header, header_nbytes
 from tests.coded.simulation import averages_of, exactly, gradients_of, on_all, put
+from tests.thorough import thorough
 
 EVERY = [(n, r, g) for n in range(2, 7) for r in range(1, n) for g in range(r, n + 1) if n % g == 0]
 
@@ -62,8 +63,21 @@ def test_segments_and_layers_of_any_size_change_nothing(numbers, numels, bits, s
     assert simulation.sent == [node.nbytes for node in averages]
 
 
-@pytest.mark.parametrize(("n", "r"), [(n, r) for n in range(4, 9) for r in range(1, 5) if r < n])
-@pytest.mark.parametrize("bits", [32, 16, 8])
+@pytest.mark.parametrize(
+    ("n", "r", "bits"),
+    [
+        *((n, r, (32, 16, 8)[(n + r) % 3]) for n in range(4, 9) for r in range(1, 5) if r < n),
+        *thorough(
+            *(
+                (n, r, bits)
+                for n in range(4, 9)
+                for r in range(1, 5)
+                for bits in (32, 16, 8)
+                if r < n and bits != (32, 16, 8)[(n + r) % 3]
+            )
+        ),
+    ],
+)
 def test_bytes_are_those_of_equation_19_and_the_header(n, r, bits):
     a = Assignment(n, r)
     numel = 840 * 32  # whole slices for every r
@@ -117,8 +131,13 @@ some = pytest.mark.parametrize("numbers", SOME)
 
 
 @some
-@pytest.mark.parametrize("bits", [32, 16, 8])
-@pytest.mark.parametrize("times", [1.01, 3.0, 1e6, 1e30])
+@pytest.mark.parametrize(
+    ("times", "bits"),
+    [
+        *((1.01, 32), (3.0, 16), (1e6, 8), (1e30, 32)),
+        *thorough((1.01, 16), (1.01, 8), (3.0, 32), (3.0, 8), (1e6, 32), (1e6, 16), (1e30, 16), (1e30, 8)),
+    ],
+)
 def test_out_of_reach_is_seen_by_all_and_nothing_wraps(numbers, bits, times, caplog):
     a = Assignment(*numbers)
     _, averages = averages_of(a, [40], bits=bits, span=1.0)
@@ -144,8 +163,9 @@ def test_out_of_reach_is_seen_by_all_and_nothing_wraps(numbers, bits, times, cap
 
 
 @some
-@pytest.mark.parametrize("bits", [32, 16, 8])
-@pytest.mark.parametrize("span", [1.0, "auto"])
+@pytest.mark.parametrize(
+    ("bits", "span"), [(32, "auto"), (16, 1.0), (8, "auto"), *thorough((32, 1.0), (16, "auto"), (8, 1.0))]
+)
 def test_one_large_gradient_spoils_no_later_one(numbers, bits, span):
     a = Assignment(*numbers)
     _, averages = averages_of(a, [40], bits=bits, span=span)

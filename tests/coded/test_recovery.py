@@ -14,6 +14,7 @@ from narrowband.coded.average import BlockAverage
 from narrowband.coded.coding import Around, Segment
 from narrowband.transport.contract import RanksLostError, Transport, check_exchange
 from tests.coded.simulation import averages_of, gradients_of, on_all
+from tests.thorough import examples
 from tests.transport.exchanges import LIMIT_S, capture
 
 SCHEMES = [(n, r, g) for n in range(3, 7) for r in range(2, n) for g in range(r, n + 1) if n % g == 0]
@@ -132,7 +133,7 @@ FORMS = {
 
 
 @given(**FORMS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_all_meet_in_the_same_step_wherever_a_rank_is_lost_and_the_bits_are_the_same(numbers, bits, span, data):
     a, numels, options = Assignment(*numbers), [7, 12], {"bits": bits, "span": span, "segment_nbytes": 40}
     gradients, expected = undisturbed_steps(a, numels, 3, options)

@@ -84,8 +84,8 @@ def accumulated(rank, size, ways, steps):
 @pytest.mark.parametrize(
     ("size", "specs", "steps"),
     [
-        (3, QUANTIZERS, STEPS // 2),
-        (8, DANGEROUS, STEPS // 2),
+        (3, QUANTIZERS, STEPS // 4),
+        (8, DANGEROUS, STEPS // 4),
         *thorough((3, QUANTIZERS, STEPS), (4, QUANTIZERS, STEPS), (8, QUANTIZERS, STEPS)),
     ],
     ids=lambda value: {id(QUANTIZERS): "all", id(DANGEROUS): "dangerous"}.get(id(value)),

@@ -19,6 +19,7 @@ from narrowband.averaging.agreement import Agreement, _differences
 from narrowband.collectives import Peers
 from tests.gradients.training import TINY, compress, flat, loss_of, mlp, refusal, residuals, same, sgd, train, wrap
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 CALLS = {
     "pause": (lambda handle: handle.pause(), "compression ({spec} on ranks 0, 2; paused on rank 1)"),
@@ -46,8 +47,16 @@ def on_one_rank(rank, world_size, call, spec):
     return error, same(residuals(handle), before), torch.equal(flat(model), parameters)
 
 
-@pytest.mark.parametrize("spec", ["topk:density=0.05+ef", "randomk:density=0.1+ef", "dgc:density=0.05"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "spec"),
+    [
+        *((call, "topk:density=0.05+ef") for call in CALLS),
+        ("pause", "randomk:density=0.1+ef"),
+        ("set_epoch", "dgc:density=0.05"),
+        *thorough(*((call, "randomk:density=0.1+ef") for call in CALLS if call != "pause")),
+        *thorough(*((call, "dgc:density=0.05") for call in CALLS if call != "set_epoch")),
+    ],
+)
 def test_what_is_called_on_one_rank_only_raises_on_all_by_name(call, spec):
     for error, residuals_as_before, parameters_as_before in run_ranks(on_one_rank, 3, call, spec):
         assert error is not None

@@ -15,6 +15,7 @@ from narrowband.errors import PayloadError
 from narrowband.kernels import Findings
 from tests.gradients.training import TINY, compress, flat, loss_of, mlp, residuals, sgd, wrap
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 SPECS = [
     "none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.1", "topk:density=0.1+ef",
@@ -117,9 +118,15 @@ def test_what_waits_of_a_parameter_that_is_frozen_is_not_sent(spec, ahead):
 
 
 @pytest.mark.parametrize(
-    ("spec", "small"), [*((spec, "uncompressed") for spec in SPECS), ("topk:density=0.1+ef", "fp16")]
+    ("spec", "small", "bad"),
+    [
+        *((spec, "uncompressed", True) for spec in SPECS),
+        ("topk:density=0.1+ef", "fp16", True),
+        ("topk:density=0.1+ef", "uncompressed", False),
+        *thorough(*((spec, "uncompressed", False) for spec in SPECS if spec != "topk:density=0.1+ef")),
+        *thorough(("topk:density=0.1+ef", "fp16", False)),
+    ],
 )
-@pytest.mark.parametrize("bad", [True, False])
 def test_what_the_device_decides_is_what_the_host_would(spec, small, bad):
     own, theirs = (run_ranks(trained, 2, spec, ahead, bad, {"small": small}) for ahead in (True, False))
     for (parameters, kept, averages, skipped, waited), (expected, its, others, count, never) in zip(

@@ -100,7 +100,7 @@ def frozen_steps(rank, world_size, spec, steps, rates=None, **options):
 @pytest.mark.parametrize("clip", ["", ",clip=0.15"])
 def test_steps_of_four_ranks_follow_the_paper(keys, clip):
     spec = f"dgc:density=0.03,warmup_steps=6{keys}{clip}"
-    ranks, steps = 4, 14
+    ranks, steps = 4, 9
     results = run_ranks(frozen_steps, ranks, spec, steps)
     method = nb.compression(spec).feedback
     shapes = [p.shape for p in mlp().parameters()]

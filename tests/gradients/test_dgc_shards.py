@@ -15,8 +15,9 @@ from tests.gradients.shards import shard
 from tests.gradients.test_dgc import Deriving, gradients_of
 from tests.gradients.training import compress, loss_of, mlp, refusal, wrap
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
-NODES, INSIDE, STEPS = 2, 2, 14
+NODES, INSIDE, STEPS = 2, 2, 9
 
 
 def rate(step, index):
@@ -55,8 +56,14 @@ def parts_of(shape, index, where):
     ]
 
 
-@pytest.mark.parametrize("where", ["fsdp", "levels"])
-@pytest.mark.parametrize("keys", [",clip=0.15", ",accumulate=steps,clip=0.15"])
+@pytest.mark.parametrize(
+    ("where", "keys"),
+    [
+        ("fsdp", ",accumulate=steps,clip=0.15"),
+        ("levels", ",clip=0.15"),
+        *thorough(("fsdp", ",clip=0.15"), ("levels", ",accumulate=steps,clip=0.15")),
+    ],
+)
 def test_a_node_is_what_the_paper_calls_a_rank(where, keys):
     """It clips its mean at clip·√N, N nodes, by the norm of all its parts; each part sends its own largest."""
     spec = f"dgc:density=0.05,warmup_steps=6{keys}"

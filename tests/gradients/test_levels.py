@@ -148,28 +148,29 @@ def test_a_plan_is_for_whole_parameters():
         assert "the plan of another model" in refused[1]
 
 
-def by_memory_and_by_messages(rank, world_size, cap):
-    """Parameters where ranks share memory, and where they do not; and what is left in the folder."""
+def by_memory_and_by_messages(rank, world_size):
+    """By size of buckets, parameters with and without shared memory; and what is left in the folder."""
     before = set(node_module._FOLDER.iterdir())
-    found = []
+    found = {cap: [] for cap in (HUGE, TINY)}
     for shares in (True, False):
         if not shares:
             node_module._made = lambda _: None
-        model = wrap(odd(), cap=cap)
-        handle = compress(model, "topk:density=0.1+ef", nodes=2, min_numel=32)
-        train(model, rank, range(6), sgd(model, 0.2))
-        found.append((flat(model), handle._node._memory is not None))
+        for cap, ways in found.items():
+            model = wrap(odd(), cap=cap)
+            handle = compress(model, "topk:density=0.1+ef", nodes=2, min_numel=32)
+            train(model, rank, range(4), sgd(model, 0.2))
+            ways.append((flat(model), handle._node._memory is not None))
     left = set(Path("/dev/shm").iterdir()) - before
     return found, [path.name for path in left if path.name.startswith("narrowband-")]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm to share memory in")
-@pytest.mark.parametrize("cap", [HUGE, TINY])
-def test_a_node_computes_the_same_over_shared_memory_and_over_messages(cap):
-    for ((shared, shares), (sent, sends)), left in run_ranks(by_memory_and_by_messages, 6, cap, fresh=True):
-        assert shares
-        assert not sends
-        assert torch.equal(shared, sent)
+def test_a_node_computes_the_same_over_shared_memory_and_over_messages():
+    for found, left in run_ranks(by_memory_and_by_messages, 6, fresh=True):
+        for (shared, shares), (sent, sends) in found.values():
+            assert shares
+            assert not sends
+            assert torch.equal(shared, sent)
         assert left == []
 
 

@@ -128,10 +128,10 @@ def sharded(rank, world_size, spec, options):
     mesh = mesh_of(2, world_size // 2)
     model = shard(mlp(), mesh["shards"])
     handle = compress(model, spec, process_group=mesh["nodes"].get_group(), **options)
-    losses = train(model, rank, [0] * 20, adamw(model))
+    losses = train(model, rank, [0] * 12, adamw(model))
     plain = mlp()
     flat_handle = compress(plain, spec, **options)
-    train(plain, rank, range(20), adamw(plain))
+    train(plain, rank, range(12), adamw(plain))
     sent, residual = zip(
         *((each.stats().total.sent_bytes, each.residual_nbytes) for each in (handle, flat_handle)), strict=True
     )
@@ -290,9 +290,13 @@ def resumed(rank, world_size, steps, states, parameters):
     return whole(model), loaded
 
 
+@pytest.fixture(scope="module")
+def before():
+    return run_ranks(saved, 4, 4)
+
+
 @pytest.mark.parametrize("ranks", [4, 6])
-def test_a_sharded_run_goes_on_to_the_bit_and_on_another_number_of_nodes(ranks):
-    before = run_ranks(saved, 4, 4)
+def test_a_sharded_run_goes_on_to_the_bit_and_on_another_number_of_nodes(before, ranks):
     states = [state for state, *_ in before]
     answers = run_ranks(resumed, ranks, 4, states, [kept for _, kept, _ in before])
     for at, (parameters, loaded) in enumerate(answers):

@@ -17,10 +17,10 @@ from tests.sharding.training import FINE, adamw, compress, mesh_of, train
 DRAWS = 30
 
 
-def reduced(rank, world_size, spec):
+def reduced(rank, world_size, spec, *numbers):
     """Gradients as FSDP2 reduces them, and as they arrive compressed: the same several times, drawn anew each time."""
     found = []
-    for draws in (0, DRAWS):
+    for draws in (0, *numbers):
         model = shard(mlp(), mesh_of(world_size))
         if draws:
             compress(model, gradients=spec, parameters="none")
@@ -33,7 +33,7 @@ def reduced(rank, world_size, spec):
 
 def test_gradients_are_unbiased_and_as_fine_as_the_codec():
     """QSGD's level is ‖group‖∞ / (2**(bits − 1) − 1), and a mean of N ranks is off by at most (N − 1)/N of one."""
-    exact, *drawn = run_ranks(reduced, 4, "qsgd:bits=4")[0]
+    exact, *drawn = run_ranks(reduced, 4, "qsgd:bits=4", DRAWS)[0]
     for name, g in exact.items():
         errors = torch.stack([each[name] - g for each in drawn])
         if g.numel() < 64 or g.dim() < 2:
