@@ -174,8 +174,10 @@ def in_half_precision(rank, size, spec, dtype, scale, steps):
     return float((missing + kept).abs().max()) / scale
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1.0, 65504.0])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float16, 65504.0), (torch.bfloat16, 1.0), *thorough((torch.float16, 1.0), (torch.bfloat16, 65504.0))],
+)
 @pytest.mark.parametrize(
     "spec", ["qsgd:bits=3", "uniform:bits=2,symmetric=true", "sign", "qsgd:bits=4,norm=l2", "fp16"]
 )
