@@ -24,7 +24,7 @@ from narrowband.updates.rendezvous import serve
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--spec", default="topk:density=0.01+ef", help="see: narrowband codecs")
 parser.add_argument("--every", default="30", help="steps from one round to the next, or a time: 20min")
-parser.add_argument("--rounds", type=int, default=20)
+parser.add_argument("--rounds", type=int, default=20, help="up to three times as many until all have come")
 parser.add_argument("--late", type=int, default=10, help="rounds after which the last peer comes")
 options = parser.parse_args()
 rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
@@ -33,15 +33,19 @@ text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(256, 64), nn.Flatten(), nn.Linear(32 * 64, 512), nn.ReLU(), nn.Linear(512, 256))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-store = serve(29400) if rank == 0 else None  # on a machine that stays up; else: narrowband rendezvous
+# On a machine that stays up; else: narrowband rendezvous.
+store = serve(29400) if rank == 0 else dist.TCPStore(host, 29400)
 if rank == size - 1:
-    dist.TCPStore(host, 29400).wait(["come"])
+    store.wait(["come"])
 peers = nb.Rendezvous(f"{host}:29400", begin_with=size - 1, name=str(rank), grace_s=30, exchange_s=60)
 began, every = time.monotonic(), int(options.every) if options.every.isdigit() else options.every
 handle = nb.compress_updates(model, optimizer, options.spec, every=every, outer="auto", peers=peers)
 told = {"joined_round": handle.rounds, "joined_s": time.monotonic() - began, "rounds": []}
 torch.manual_seed(1 + rank)  # every peer reads elsewhere
-while handle.rounds < options.rounds:
+last = 3 * options.rounds
+while handle.rounds < last:
+    if len(handle.peers) == size:  # as all of them see it after the same round
+        last = min(last, max(options.rounds, handle.rounds + 1))
     at_BL = torch.randint(len(text) - 33, (64, 1)) + torch.arange(33)
     loss = nn.functional.cross_entropy(model(text[at_BL[:, :-1]]), text[at_BL[:, -1]])
     optimizer.zero_grad()
@@ -51,7 +55,7 @@ while handle.rounds < options.rounds:
     if handle.rounds != before:
         told["rounds"].append({"round": handle.rounds, "peers": len(handle.peers), "s": time.monotonic() - began})
         print(told["rounds"][-1], flush=True)
-        if store is not None and handle.rounds >= options.late:
+        if handle.rounds >= options.late:
             store.set("come", "now")
 bits = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
 told |= {"loss": float(loss), "parameters_bytes": len(bits), "parameters_sha256": hashlib.sha256(bits).hexdigest()}
@@ -59,4 +63,6 @@ print(json.dumps(told), flush=True)
 if folder := os.environ.get("NARROWBAND_TOLD"):  # of narrowband lab --json
     Path(folder, f"{rank}.json").write_text(json.dumps(told))
 handle.remove()
-time.sleep(1.0 if rank == 0 else 0.0)  # the store ends with this process
+store.set(f"done {rank}", "")
+if rank == 0:  # with which the store ends
+    store.wait([f"done {peer}" for peer in range(size)])

@@ -20,7 +20,7 @@ from tests.thorough import thorough
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 #: Lines of a script that is short enough to copy; of one that is about several places, and compares two runs.
-SHORT, LONGEST = 63, 100
+SHORT, LONGEST = 69, 100
 
 
 def free_port():
@@ -31,12 +31,12 @@ def free_port():
 
 def test_train_ddp_learns_and_sends_less():
     printed, nothing = run_ranks(
-        as_torchrun_does, 2, free_port(), "train_ddp.py", ["--steps", "40"], group=False, fresh=True
+        as_torchrun_does, 2, free_port(), "train_ddp.py", ["--steps", "20"], group=False, fresh=True
     )
     assert nothing == ""
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     ratios = [int(ratio) for ratio in re.findall(r"(\d+) times less sent", printed)]
-    assert len(losses) == 2
+    assert len(losses) == 1
     assert losses[-1] < 4.0  # guessing bytes evenly would be ln 256 = 5.5
     assert ratios[-1] >= 50
 
@@ -53,7 +53,7 @@ def as_torchrun_does(rank, world_size, port, script, arguments):
 
 @pytest.mark.parametrize("options", [[], *thorough(["--sharded"])])
 def test_everything_learns_alike_plain_and_compressed(tmp_path, options):
-    arguments = ["--steps", "8", "--json", str(tmp_path / "found.json"), *options]
+    arguments = ["--steps", "5", "--json", str(tmp_path / "found.json"), *options]
     printed, *nothing = run_ranks(
         as_torchrun_does, 4, free_port(), "everything.py", arguments, timeout_s=180.0, group=False, fresh=True
     )
@@ -79,9 +79,9 @@ def test_everything_learns_alike_plain_and_compressed(tmp_path, options):
 def test_peers_at_two_sites_end_with_one_model(capfd, tmp_path):
     """The third comes when the others have begun, and gets their parameters over the slow link.
 
-    Rounds are 2 s apart, so that it has loaded its loops and arrives before the last of them, on a busy machine, too.
+    They go on until it has come, for up to 15 rounds, 1 s apart. So it has time on a busy machine, too.
     """
-    script = [sys.executable, str(EXAMPLES / "two_sites.py"), "--rounds", "10", "--every", "2s", "--late", "3"]
+    script = [sys.executable, str(EXAMPLES / "two_sites.py"), "--rounds", "5", "--every", "1s", "--late", "2"]
     links = LabConfig(nodes=3, up="1gbit,50mbit,50mbit", down="1gbit,100mbit,100mbit", timeout_s=120)
     report = run(links, script, {"NARROWBAND_TOLD": str(tmp_path)})
     said = capfd.readouterr().out
@@ -89,12 +89,13 @@ def test_peers_at_two_sites_end_with_one_model(capfd, tmp_path):
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert sorted(line[9:] for line in said.splitlines() if '"joined_s"' in line) == sorted(map(json.dumps, told))
     assert len({peer["parameters_sha256"] for peer in told}) == 1
-    assert all(peer["rounds"][-1]["round"] == 10 for peer in told)
-    assert told[2]["joined_round"] > 3 > min(peer["joined_round"] for peer in told)
+    (last,) = {peer["rounds"][-1]["round"] for peer in told}
+    assert last >= 5
+    assert told[2]["joined_round"] > 2 > min(peer["joined_round"] for peer in told)
     parameters = 4 * (256 * 64 + 2048 * 512 + 512 + 512 * 256 + 256)
     assert {peer["parameters_bytes"] for peer in told} == {parameters}
     for rank in report.ranks:  # 0.06 of the model a round, where a ring all-reduce sends one and a half
-        assert rank.sent_bytes < 10 * 0.06 * parameters + 1.5 * parameters  # and to the one that came
+        assert rank.sent_bytes < last * 0.06 * parameters + 1.5 * parameters  # and to the one that came
 
 
 def test_examples_are_short_enough_to_copy():
