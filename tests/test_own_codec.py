@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import subprocess
@@ -41,22 +43,38 @@ def path(site, monkeypatch):
     return path
 
 
-def run(*command):
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, cwd=ROOT)
+def ran(rank, world_size, folders, run):
+    """What ``run`` returns, and what it writes to stdout and stderr, where these folders are on the path."""
+    sys.path[:0] = folders
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        found = run()
+    return found, out.getvalue(), err.getvalue()
+
+
+def in_a_new_process(run, *folders):
+    """As :func:`ran`, in a process that has imported PyTorch and looked for no codec yet."""
+    return run_ranks(ran, 1, [str(folder) for folder in folders], run, fresh=True, group=False)[0]
 
 
 def test_narrowband_codecs_lists_them(path):
-    answer = run("-m", "narrowband.cli", "codecs")
+    command = [sys.executable, "-m", "narrowband.cli", "codecs"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert answer.returncode == 0, answer.stderr
     assert "ternary" in answer.stdout
     assert "+decayed" in answer.stdout
 
 
-def test_the_contract_of_codecs_holds(path, monkeypatch):
-    monkeypatch.setenv("NARROWBAND_TEST_SPECS", "ternary")
-    answer = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/codecs/test_contract.py", "-k", "ternary")
-    assert answer.returncode == 0, answer.stdout
-    assert " passed" in answer.stdout
+def contract():
+    os.environ["NARROWBAND_TEST_SPECS"] = "ternary"
+    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", "--rootdir", str(ROOT)]
+    return int(pytest.main(["-q", *options, str(ROOT / "tests/codecs/test_contract.py"), "-k", "ternary"]))
+
+
+def test_the_contract_of_codecs_holds(site):
+    code, said, _ = in_a_new_process(contract, site)
+    assert code == 0, said
+    assert " passed" in said
 
 
 def train(rank, world_size):
@@ -90,52 +108,47 @@ def test_it_works_over_ddp_in_checkpoints_and_in_plans(site, monkeypatch):
     assert torch.equal(grad, other)
 
 
-FADE = """
-import torch
-import narrowband as nb
-x = torch.ones(1000)
-for store in ("fp32", "bf16", "int8", "cpu"):
-    method = nb.compression(f"topk:density=0.1+decayed:store={store},keep=0.5")
-    state = method.new_feedback()
-    _, payload = state.encode("w", x.clone(), method.codec, shape=(1000,), seed=0)
-    state.commit("w", x.clone(), method.codec, payload, shape=(1000,), seed=0)
-    print(round(float(state.residual("w").sum())))
-"""
+def residuals():
+    found, x = [], torch.ones(1000)
+    for store in ("fp32", "bf16", "int8", "cpu"):
+        method = nb.compression(f"topk:density=0.1+decayed:store={store},keep=0.5")
+        state = method.new_feedback()
+        _, payload = state.encode("w", x.clone(), method.codec, shape=(1000,), seed=0)
+        state.commit("w", x.clone(), method.codec, payload, shape=(1000,), seed=0)
+        found.append(round(float(state.residual("w").sum())))
+    return found
 
 
-def test_its_residual_fades_wherever_it_is_kept(path):
-    answer = run("-c", FADE)
-    assert answer.returncode == 0, answer.stderr
-    assert [int(line) for line in answer.stdout.split()] == [450] * 4  # half of the 900 that top-k left
+def test_its_residual_fades_wherever_it_is_kept(site):
+    assert in_a_new_process(residuals, site)[0] == [450] * 4  # half of the 900 that top-k left
 
 
 BROKEN = {
     "METADATA": "Metadata-Version: 2.1\nName: broken-codecs\nVersion: 1.0\n",
     "entry_points.txt": "[narrowband.codecs]\nshattered = there_is_no_such_module:Codec\n",
 }
-ASK = """
-import narrowband as nb
-for spec in ("shattered", "ternary", "shatterd+ef", "topk:density=0.1+decayed"):
-    try:
-        print(nb.compression(spec))
-    except ValueError as error:
-        print(error)
-"""
 
 
-def test_a_package_that_cannot_be_loaded_is_named_and_disturbs_no_other(path, tmp_path, monkeypatch):
+def ask():
+    for spec in ("shattered", "ternary", "shatterd+ef", "topk:density=0.1+decayed"):
+        try:
+            print(nb.compression(spec))
+        except ValueError as error:
+            print(error)
+
+
+def test_a_package_that_cannot_be_loaded_is_named_and_disturbs_no_other(site, tmp_path):
     info = tmp_path / "broken_codecs-1.0.dist-info"
     info.mkdir()
     for name, content in BROKEN.items():
         (info / name).write_text(content)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), path]))
-    answer = run("-c", ASK)
-    broken, there, unknown, behind = answer.stdout.splitlines()
+    _, said, logged = in_a_new_process(ask, tmp_path, site)
+    broken, there, unknown, behind = said.splitlines()
     assert "'shattered' of the package 'broken-codecs' could not be loaded (ModuleNotFoundError" in broken
     assert there == "ternary"
     assert unknown.startswith("unknown codec 'shatterd'")
     assert behind == "topk:density=0.1+decayed"
-    assert "broken-codecs" in answer.stderr
+    assert "broken-codecs" in logged
 
 
 @dataclass(frozen=True)
