@@ -106,8 +106,9 @@ def exact(behind, outliers, counted, before, amp=None):
     return train(behind, "off", OUTLIERS[outliers], before=before, counted=counted, amp=amp)[0]
 
 
-@pytest.mark.parametrize("before", [0, 6], ids=["first batch", "after steady steps"])
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize(
+    ("bits", "before"), [(8, 6), (4, 0), (2, 6), *thorough((8, 0), (4, 6), (2, 0))], ids=lambda value: str(value)
+)  # in the first batch, and after six steady steps
 @pytest.mark.parametrize("behind", BEHIND)
 def test_gradients_with_outliers_are_close_to_the_exact_ones(behind, bits, before):
     kept_exactly = 0
