@@ -97,10 +97,10 @@ GRADIENTS = [
     "powersgd:rank=2,min_ratio=1",
     "dgc:density=0.1",
     "threshold:value=0.01+ef",
-    nb.LGreCo("topk:density=0.1+ef", every=2),
+    nb.LGreCo("topk:density=0.1+ef", ["topk:density=0.05+ef", "topk:density=0.3+ef"], every=2, discretization=100),
     nb.Accordion(low="powersgd:rank=4,min_ratio=1", high="powersgd:rank=1,min_ratio=1", every=2),
     nb.GlobalTopK(density=0.1, every=2),
-    nb.KMeans("topk:density=0.05+ef", clusters=2, every=2),
+    nb.KMeans("topk:density=0.05+ef", ["topk:density=0.02+ef", "topk:density=0.1+ef"], clusters=2, every=2),
 ]
 
 WITH_OPTIONS = [
