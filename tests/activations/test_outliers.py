@@ -107,7 +107,7 @@ def exact(behind, outliers, counted, before, amp=None):
 
 
 @pytest.mark.parametrize(
-    ("bits", "before"), [(8, 6), (4, 0), (2, 6), *thorough((8, 0), (4, 6), (2, 0))], ids=lambda value: str(value)
+    ("bits", "before"), [(8, 6), (4, 0), (2, 6), *thorough((8, 0), (4, 6), (2, 0))], ids=str
 )  # in the first batch, and after six steady steps
 @pytest.mark.parametrize("behind", BEHIND)
 def test_gradients_with_outliers_are_close_to_the_exact_ones(behind, bits, before):

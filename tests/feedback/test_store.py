@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import mmap
+import os
 import pickle
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from narrowband.codecs import Uniform
 from narrowband.feedback import SampleStore
 from tests.codecs.common import DTYPES, bits_of, values
+from tests.ranks import RankError, run_ranks
 
 KEEPS = ["fp32", "fp16", "int8"]
 HEADER = 4096
@@ -336,25 +338,20 @@ def test_a_file_that_is_missing(make, tmp_path, caplog):
     assert (resumed.row(3) == 3).all()
 
 
-KILLED = """
-import os, signal, sys, torch
-from pathlib import Path
-from narrowband.feedback import SampleStore
-folder = Path(sys.argv[1])
-kept = SampleStore(100_000, folder=folder)
-for sample in range(3):
-    kept.put(sample, torch.full((100_000,), float(sample)))
-torch.save(kept.state_dict(), folder / "state.pt")
-if sys.argv[2] == "changes":
-    kept.row(1, write=True)[:5] = 9  # and no further
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def killed(rank, world_size, folder, what):
+    kept = SampleStore(100_000, folder=folder)
+    for sample in range(3):
+        kept.put(sample, torch.full((100_000,), float(sample)))
+    torch.save(kept.state_dict(), folder / "state.pt")
+    if what == "changes":
+        kept.row(1, write=True)[:5] = 9  # and no further
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("what", ["rests", "changes"])
 def test_a_process_that_is_killed_leaves_rows_that_are_right_or_refused(make, tmp_path, what):
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), what], check=False)
-    assert ended.returncode == -signal.SIGKILL
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(killed, 1, tmp_path, what, fresh=True, group=False)
     resumed = make("disk", 100_000)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt"))
     assert resumed.ids().tolist() == ([0, 1, 2] if what == "rests" else [])
