@@ -230,7 +230,7 @@ def compare(
             measured in other processes.
         rounds: timed steps of every row, each right after a step of the first way.
         peaks: whether to measure peaks, too; ``alive``: measure peaks of bytes of tensors above those of the model and
-            its inputs, which do not depend on malloc (see :func:`~narrowband.bench.peaks.most_alive`).
+            its inputs, which do not depend on malloc (see :func:`~narrowband.bench.peaks.most_alive`), in this process.
         device: cpu or cuda; CUDA where there is any, if not given.
         seed: of parameters and data.
         on_event: called with the name of the row that is measured.
@@ -266,7 +266,7 @@ def compare(
     if peaks:
         for row in rows:
             tell(row.way.name)
-            row.peak = alive(row, build, seed) if peaks == "alive" else peak(row, build, seed)
+            row.peak = alive(row) if peaks == "alive" else peak(row, build, seed)
     return [_told(row, rows) for row in rows]
 
 

@@ -49,24 +49,12 @@ def peak(training: Training, build: Callable[[], Subject], seed: int) -> int | N
     return _alone(_peak_alone, training.way, build, seed)
 
 
-def alive(training: Training, build: Callable[[], Subject], seed: int) -> int | None:
-    """Measure the peak of bytes of tensors of a step. On CPU a separate process does it, because the profiler takes
-    gigabytes for thousands of small tensors.
+def alive(training: Training) -> int:
+    """Measure the peak of bytes of tensors of a step. On CPU the profiler takes gigabytes for thousands of small
+    tensors.
     """
-    if training.device == "cpu":
-        return _alone(_alive_alone, training.way, build, seed)
     training.model.zero_grad()
     return max(most_alive(lambda _: training.step(), training.device))
-
-
-def _alive_alone(way: Way, build: Callable[[], Subject], seed: int, threads: int) -> int:
-    """Measure the peak of bytes of tensors in the third step."""
-    torch.set_num_threads(threads)
-    training = Training(way, build, "cpu", seed)
-    training.step()
-    training.step()
-    training.model.zero_grad()
-    return max(most_alive(lambda _: training.step()))
 
 
 def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu") -> list[int]:
@@ -104,11 +92,8 @@ def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu")
         mark()
         return peaks
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs each start and stop to the terminal
-    profile = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU],
-        profile_memory=True,
-        acc_events=True,  # there is one cycle; without this PyTorch 2.11 warns that the next one clears the events
-    )
+    # The inner one of PyTorch's two profilers: the outer one imports Inductor, and sorts all events, which takes seconds.
+    profile = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
     marks: list[int] = []
     Arena.pools = False
     try:
@@ -116,8 +101,10 @@ def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu")
             run(lambda: marks.append(time.time_ns()))
     finally:
         Arena.pools = True
+    results = found.kineto_results
+    assert results is not None
     alive, most = 0, [0] * (len(marks) + 1)
-    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         part = bisect.bisect(marks, event.start_ns())
         alive += event.nbytes()
