@@ -156,9 +156,8 @@ class RankProcess:
         unfinished = target.with_suffix(".tmp")
         unfinished.write_text(json.dumps(result))
         unfinished.replace(target)
-        import torch.distributed as dist  # imported here, because the command line reports RankError without PyTorch
-
-        if dist.is_initialized():
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_initialized():  # not without it, and it takes seconds to import
             dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
