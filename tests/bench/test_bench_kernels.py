@@ -10,6 +10,7 @@ from narrowband.bench.loops import LOOPS, Data
 from narrowband.errors import UnsupportedError
 from narrowband.kernels.backends import Backend
 from tests.kernels.backends.common import assert_same
+from tests.thorough import thorough
 
 NUMEL = 5000
 
@@ -62,7 +63,9 @@ def test_every_loop_runs_on_every_backend():
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "name", [name for name in LOOPS if not name.startswith("orthonormalize")] + thorough("orthonormalize-32x4096")
+)  # whose interpretation takes long, and which tests of its own compare with the reference
 def test_every_loop_does_the_same_on_tritons_backend(name):
     """On the CPU, in Triton's interpreter."""
     outcomes = []

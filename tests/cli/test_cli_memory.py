@@ -98,15 +98,27 @@ def test_the_table_says_why_an_operator_keeps_more_in_4_bits_than_in_8_and_what_
     assert kept in " ".join(said.split())
 
 
+@pytest.fixture
+def one_survey(monkeypatch):
+    """Commands of a test share what they measure of every unit, which is the same with every budget."""
+    survey, made = budget._Survey, []
+
+    def shared(*args):
+        made[:] = made or [survey(*args)]
+        return made[0]
+
+    monkeypatch.setattr(budget, "_Survey", shared)
+
+
 def no_process(*_, **__):
     """In place of the process that trains with a choice, which takes seconds to start."""
 
 
-def test_a_budget_gives_a_policy_that_training_keeps_within(narrow, model, tmp_path, monkeypatch):
+def test_a_budget_gives_a_policy_that_training_keeps_within(narrow, model, tmp_path, monkeypatch, one_survey):
     path, told = tmp_path / "policy.toml", tmp_path / "found.json"
     with monkeypatch.context() as patch:
         patch.setattr(budget, "footprint", no_process)
-        code, said = narrow(model, "--batch", "256", "--budget", "1GB", "--json", str(told))
+        code, said = narrow(model, "--batch", "128", "--budget", "1GB", "--json", str(told))
     assert code == 0
     assert "Nothing to do: as it is, training takes" in said
     plain = json.loads(told.read_text())["fit"]["measured"]
@@ -120,7 +132,7 @@ def test_a_budget_gives_a_policy_that_training_keeps_within(narrow, model, tmp_p
         "--codec",
         "topk:density=0.01+ef",
     )
-    code, said = narrow(model, "--batch", "256", *words)
+    code, said = narrow(model, "--batch", "128", *words)
     assert code == 0
     assert f"Within {plain * 7 // 10}B" in said
     found = json.loads(told.read_text())
@@ -130,7 +142,7 @@ def test_a_budget_gives_a_policy_that_training_keeps_within(narrow, model, tmp_p
     assert found["tensors"]["residuals"] == 4 * 4 * 64 * 256
     policy = nb.ActivationPolicy.load(path)
     assert policy.to_dict() == found["fit"]["policy"]
-    built, inputs = subject(model, 256)
+    built, inputs = subject(model, 128)
     assert ways.survey(built, inputs, policy).kept_bytes == pytest.approx(found["fit"]["kept"], rel=0.01)
 
 
