@@ -23,6 +23,7 @@ from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import Loopback, RankError, run_ranks
 from narrowband.cli.exits import CONVENTION, check_folder, check_output, finish
 from narrowband.errors import PayloadError, UnsupportedError
+from tests.thorough import thorough
 
 MODEL = """
 import sys
@@ -448,7 +449,7 @@ def test_what_was_measured_is_shown_though_it_cannot_be_kept(narrow, given):
     assert "all-finite" in out
 
 
-@pytest.mark.parametrize("line", ["bench ddp --help", "codecs"])
+@pytest.mark.parametrize("line", ["bench ddp --help", *thorough("codecs")])
 def test_who_stops_to_read_hears_nothing_of_it(line):
     read, write = os.pipe()
     os.close(read)
