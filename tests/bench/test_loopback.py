@@ -40,15 +40,17 @@ from multiprocessing import forkserver
 from pathlib import Path
 from narrowband.bench import loopback
 
-own = forkserver.read_signed
+at, loopback.IMPORTS = sys.argv[1:]  # not PyTorch, which takes seconds
+own = getattr(forkserver, at, None)
 
 def stopped(*args):
-    os.killpg(0, signal.SIGINT)  # Ctrl-C, before this process knows the rank's number
+    if at == "ensure_running":
+        own(*args)
+    os.killpg(0, signal.SIGINT)  # Ctrl-C
     return own(*args)
 
-loopback.IMPORTS = sys.argv[1]  # not PyTorch, which takes seconds
-if loopback.IMPORTS != "ctrl_c":
-    forkserver.read_signed = stopped
+if own is not None:
+    setattr(forkserver, at, stopped)
 with tempfile.TemporaryDirectory() as folder:
     log = Path(folder, "log")
     log.touch()
@@ -57,11 +59,18 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere there is no fork server")
-@pytest.mark.parametrize("imported", ["ctrl_c", "platform"])  # while the server imports; while a rank starts
-def test_neither_the_server_nor_a_rank_says_anything_of_ctrl_c(imported, tmp_path):
+@pytest.mark.parametrize(
+    ("at", "imported"),
+    [
+        ("ensure_running", "platform"),  # at the server's start
+        ("", "ctrl_c"),  # while the server imports
+        ("read_signed", "platform"),  # at that of a rank, before its pid is known
+    ],
+)
+def test_neither_the_server_nor_a_rank_says_anything_of_ctrl_c(at, imported, tmp_path):
     (tmp_path / "ctrl_c.py").write_text(CTRL_C)
     done = subprocess.run(
-        [sys.executable, "-c", STOPPED, imported],
+        [sys.executable, "-c", STOPPED, at, imported],
         capture_output=True,
         text=True,
         timeout=600,  # only what hangs takes this long

@@ -75,10 +75,19 @@ def charts_of(document):
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+@pytest.fixture(scope="module")
+def page():
+    return run_page(a_run(), "a run", beside=plain_run(seconds=0.1, skipped=()))
+
+
+@pytest.fixture(scope="module")
+def by_light(page, tmp_path_factory):
+    return seen(page, tmp_path_factory.mktemp("light"))
+
+
 @needs_browser
-def test_every_chart_of_a_run_has_its_marks_and_nothing_is_fetched(tmp_path):
-    page = run_page(a_run(), "a run", beside=plain_run(seconds=0.1, skipped=()))
-    document, errors = seen(page, tmp_path)
+def test_every_chart_of_a_run_has_its_marks_and_nothing_is_fetched(page, by_light):
+    document, errors = by_light
     assert errors == []
     charts = charts_of(document)
     assert charts.keys() == MARKS.keys()
@@ -89,11 +98,10 @@ def test_every_chart_of_a_run_has_its_marks_and_nothing_is_fetched(tmp_path):
 
 
 @needs_browser
-def test_it_is_light_or_dark_as_the_reader_has_it(tmp_path):
-    page = run_page(a_run(), "a run")
+def test_it_is_light_or_dark_as_the_reader_has_it(page, by_light, tmp_path):
+    dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"]
     inks = set()
-    for flags in ([], ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"]):
-        document, errors = seen(page, tmp_path, *flags)
+    for document, errors in (by_light, seen(page, tmp_path, *dark)):
         assert errors == []
         axis = charts_of(document)["loss"]
         inks |= {tuple(sorted(set(re.findall(r'fill="(#\w+)"', axis))))}
@@ -251,7 +259,7 @@ def test_a_long_run_makes_no_long_page():
     run = a_run()
     short = len(run_page(run, "x"))
     values = run.steps[20]
-    long = Run(run.start, dict.fromkeys(range(1, 200000), values), run.layers)
+    long = Run(run.start, dict.fromkeys(range(1, 50000), values), run.layers)
     assert len(run_page(long, "x")) < short + 1_000_000
 
 

@@ -92,7 +92,7 @@ def most_alive(run: Callable[[Callable[[], None]], object], device: str = "cpu")
         mark()
         return peaks
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs each start and stop to the terminal
-    # The inner one of PyTorch's two profilers: the outer one imports Inductor, and sorts all events, which takes seconds.
+    # The inner one of PyTorch's two profilers: the outer one imports Inductor and sorts all events, for seconds.
     profile = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
     marks: list[int] = []
     Arena.pools = False
