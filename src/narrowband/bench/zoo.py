@@ -276,10 +276,11 @@ def compared(name: str, config: Config) -> dict[str, Any]:
 def _batch(name: str, config: Config) -> int:
     """Return the smallest power of two with which a plain step is long enough."""
     batch = 1
-    while True:
+    while config.seconds > 0:
         build = functools.partial(subject, name, batch)
         (plain,) = compare([Way("plain")], build, rounds=3, peaks=False, device=config.device, seed=config.seed)
         short = config.seconds / plain["step_s"]
         if short <= 1 or batch >= _MOST:
-            return batch
+            break
         batch *= 2 if short < 3 else 4 if short < 6 else 8
+    return batch
