@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from narrowband import kernels
 from narrowband.kernels.backends import Backend
+from tests.interpreter import hasten
 from tests.kernels.tables import cpu, reference
+from tests.thorough import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 #: otherwise one operation after the other in its interpreter (``tests/conftest.py`` asks for that).
 NAMES = ["cpu", *(["cuda"] if find_spec("triton") else []), "reference"]
 _GPU = "cuda" if torch.cuda.is_available() else "cpu"
+if _GPU == "cpu":
+    hasten()
 
 
 class OnGpu:
@@ -253,7 +257,7 @@ quantizers = st.one_of(
 )
 groups = st.sampled_from([1, 3, 8, 100, 128, 512, 8192])
 seeds = st.integers(0, 2**64 - 1)
-lean = settings(max_examples=80, deadline=None)
+lean = settings(max_examples=max(30, examples(80)), deadline=None)
 #: Rows shorter and longer than a vector, and of any remainder at any number of bits; none, and empty ones; and lines of
 #: rows of one element.
 some_rows = st.builds(
