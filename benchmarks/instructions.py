@@ -190,17 +190,29 @@ def _cases(cuda: Any, words: list[str]) -> Iterator[tuple[str, Callable[[], tupl
         for bits, what in itertools.product((8, 4), ("quantize", "dequantize")):
             form = {"norm": kind == "norm", "decode": what == "dequantize"}
             cases[f"saved-{kind}-bf16-{bits}-{what}"] = functools.partial(_saved, cuda, groups, inner, bits, **form)
-    return ((name, case) for name, case in cases.items() if not words or any(word in name for word in words))
+    return ((name, case) for name, case in cases.items() if _is_meant(words, name))
+
+
+def _is_meant(words: list[str], loop: str, launch: str | None = None) -> bool:
+    """Whether a loop, or one of its launches, is among those that words name."""
+    for word in words:
+        own, both, its = word.partition("/")
+        if loop == own and launch in (its, None) if both else word in loop:
+            return True
+    return not words
 
 
 def measured(capability: int, words: list[str], *, progress: bool = False) -> list[dict[str, Any]]:
-    """Rows of all launches of the loops whose names have one of these words; of all loops if there is none."""
+    """Rows of all launches of the loops whose names have one of these words; of all loops if there is none.
+
+    A word such as ``sign-encode/_quantize_whole`` names one launch alone.
+    """
     cuda, rows = Backend("narrowband.kernels.cuda"), []
     now: list[Any] = []
 
     def count(loop: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
         del constants["on"]
-        if now and programs:
+        if now and programs and _is_meant(words, now[0], loop.__name__):
             rows.append(_row(*now, loop, programs, compiled(loop, arguments, constants, capability, num_warps)))
 
     instead_of_running(count)
@@ -220,7 +232,9 @@ def main() -> None:
     """Count, print, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, default=90, help="80: A100; 89: RTX 40; 90: H100 and H200 (default)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only loops with such a word in the name")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="only loops with such a word in the name, or LOOP/LAUNCH"
+    )
     parser.add_argument("--json", type=Path, help="also write the record to this file")
     given = parser.parse_args()
     began = provenance(0, ["python", "-m", "benchmarks.instructions", *sys.argv[1:]])

@@ -32,6 +32,8 @@ os.environ.setdefault("NUMBA_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str
 # Without a GPU, Triton's loops run in its interpreter; it asks as it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # What a test compiles for a GPU all the same is worth keeping, too.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), f"triton_{os.getuid()}")))
 
 # A shell starts what it runs in the background with SIGINT ignored, and programs that tests start would inherit that:
 # those that tests end by Ctrl-C have to hear it.

@@ -3,6 +3,8 @@
 ``python -m tests.kernels.backends.compiled CAPABILITY``, without ``TRITON_INTERPRET``. Wrappers are called with small
 tensors, and where they would start a loop it is compiled instead: at least once with every dtype of every argument, and
 if ``every`` is the second argument with all combinations of dtypes, constants and warps that it is called with.
+Other arguments behind the capability are those of ``benchmarks.instructions``, which counts the instructions of some
+loops first; what it compiles is looked at, too.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import instructions
 from benchmarks.instructions import compiled, instead_of_running, told_of, type_of
 from narrowband import kernels
 from narrowband.errors import PayloadError
@@ -31,19 +34,18 @@ _INEXACT = re.compile(r"fma\.rn\.f\d+|\w+\.approx\S*|div\.full\S*")
 _STACK = 256
 
 
-def main(capability: int, *, every: bool) -> None:
+def main(capability: int, *, every: bool, counting: list[str]) -> None:
     found: dict[str, list[str]] = {}
     forms: dict[Any, set[Any]] = {}  # loop → what it has been compiled with
 
-    def compile_once(loop: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
-        del programs, constants["on"]
+    def form_of(loop: Any, arguments: tuple[Any, ...], constants: dict[str, Any], num_warps: int) -> set[Any]:
         names = [name for name in loop.arg_names if name not in constants]
         types = {name: type_of(value) for name, value in zip(names, arguments, strict=True)}
         whole = frozenset([*types.items(), *constants.items(), ("warps", num_warps)])
-        form, known = {whole} if every else {*types.items()}, forms.setdefault(loop, set())
-        if form <= known:
-            return
-        known |= form
+        return {whole} if every else {*types.items()}
+
+    def look_at(loop: Any, arguments: tuple[Any, ...], constants: dict[str, Any], _: int, num_warps: int) -> Any:
+        forms.setdefault(loop, set()).update(form_of(loop, arguments, constants, num_warps))
         binary = compiled(loop, arguments, constants, capability, num_warps)
         told = f"{loop.__module__.rpartition('.')[2]}.{loop.__name__} {constants}"
         wrong = _INEXACT.findall(binary.asm["ptx"])
@@ -51,7 +53,17 @@ def main(capability: int, *, every: bool) -> None:
         if stack > _STACK:
             wrong.append(f"{stack} bytes of stack")
         found[told] = sorted({*found.get(told, ()), *wrong})  # of any dtypes
+        return binary
 
+    def compile_once(loop: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+        del programs, constants["on"]
+        if not form_of(loop, arguments, constants, num_warps) <= forms.get(loop, set()):
+            look_at(loop, arguments, constants, capability, num_warps)
+
+    if counting:
+        instructions.compiled = look_at
+        sys.argv[1:] = ["--capability", str(capability), *counting]
+        instructions.main()
     instead_of_running(compile_once)
     x, half = torch.randn(5000), torch.empty(5000, dtype=torch.bfloat16)
     out = torch.zeros(20_000, dtype=torch.uint8)
@@ -179,4 +191,4 @@ def main(capability: int, *, every: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), every="every" in sys.argv[2:])
+    main(int(sys.argv[1]), every="every" in sys.argv[2:], counting=[word for word in sys.argv[2:] if word != "every"])

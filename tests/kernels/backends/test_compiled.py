@@ -33,14 +33,27 @@ FEW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["90", *thorough("90 every", "80 every")])
-def test_every_loop_compiles_for_a_gpu_rounds_every_operation_and_needs_little_stack(form, tmp_path):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.kernels.backends.compiled", *form.split()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+def all_compiled(*form: str) -> tuple[str, dict[str, list[str]]]:
+    """(what was printed about instructions, loop → what is wrong with its machine code)."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.backends.compiled", *form]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540, check=False)
     assert not done.returncode, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    printed, _, found = done.stdout.rstrip().rpartition("\n")
+    return printed, json.loads(found)
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """Of the GPU that loops are tuned for: what was printed, what was found, and rows of loops' instructions."""
+    record = tmp_path_factory.mktemp("instructions") / "record.json"
+    printed, found = all_compiled("90", "--json", str(record), "--only", *map("/".join, FEW))
+    return printed, found, json.loads(record.read_text())["rows"]
+
+
+@pytest.mark.parametrize("form", ["90", *thorough("90 every", "80 every")])
+def test_every_loop_compiles_for_a_gpu_rounds_every_operation_and_needs_little_stack(form, request):
+    found = request.getfixturevalue("usual")[1] if form == "90" else all_compiled(*form.split())[1]
     assert not {loop: inexact for loop, inexact in found.items() if inexact}
     families = {loop.partition(".")[0] for loop in found}
     files = {path.stem for path in Path(kernels.__file__).parent.glob("cuda/[a-z]*.py")}
@@ -68,17 +81,11 @@ def test_no_function_of_tritons_returns_none():
     assert seen > 100
 
 
-def test_loops_have_few_instructions(tmp_path):
-    record, environment = tmp_path / "record.json", {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "benchmarks.instructions", "--json", record, "--only", *{loop for loop, _ in FEW}]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert not done.returncode, done.stderr[-3000:]
-    rows = json.loads(record.read_text())["rows"]
+def test_loops_have_few_instructions(usual):
+    printed, _, rows = usual
     found = {
-        (row["loop"], row["launch"]): row["instructions" if row["comes_back"] else "per_element"]
-        for row in rows
-        if (row["loop"], row["launch"]) in FEW
-    }
+        (row["loop"], row["launch"]): row["instructions" if row["comes_back"] else "per_element"] for row in rows
+    }  # fmt: skip
     assert found.keys() == FEW.keys()
     assert not {names: count for names, count in found.items() if count > FEW[names]}
-    assert "_quantize_whole" in done.stdout
+    assert "_quantize_whole" in printed
