@@ -40,7 +40,7 @@ from tests.thorough import examples
 
 @given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, out_dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
        stochastic=st.booleans(), ranges=st.sampled_from(["extremes", "narrow", "any-bits"]), seed=seeds)  # fmt: skip
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_rows_of_activations(
     rows: kernels.Rows, kind: str, dtype: Any, out_dtype: Any, bits: int, stochastic: bool, ranges: str, seed: int
 ) -> None:
@@ -335,7 +335,7 @@ def test_estimates_may_lie_in_memory_as_they_like() -> None:
 
 @given(rows=some_rows, kind=st.sampled_from(KINDS), dtype=dtypes, bits=st.sampled_from([2, 4, 8]),
        stochastic=st.booleans(), gap=st.sampled_from([None, 0, 1, 64]), any_bits=st.booleans(), seed=seeds)  # fmt: skip
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_rows_in_one_pass_and_with_gaps_between_lines(
     rows: kernels.Rows, kind: str, dtype: Any, bits: int, stochastic: bool, gap: int | None, any_bits: bool, seed: int
 ) -> None:

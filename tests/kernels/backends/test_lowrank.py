@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -80,7 +79,7 @@ def test_compensate_project(n: int, m: int, r: int, sent: int, broken: float, se
             torch.testing.assert_close(p, product, rtol=1e-4, atol=1e-3 + 1e-6 * abs(broken))
 
 
-@given(n=st.sampled_from([1, 7, 64, 65, 300, 1000]), r=st.integers(1, 13), count=st.integers(1, 3), seed=seeds)
+@given(n=st.sampled_from([1, 7, 64, 65, 300, 1000]), r=st.integers(1, 9), count=st.integers(1, 2), seed=seeds)
 @example(n=64, r=5, count=1, seed=609)  # differences of long rows that hardly differ
 @example(n=7, r=5, count=1, seed=609)
 @example(n=70, r=35, count=1, seed=1)  # more rows than Triton's loop has at once
@@ -117,8 +116,7 @@ def test_orthonormalize_goes_in_the_order_of_rows_and_leaves_nan() -> None:
         assert backend.orthonormalize(broken)[0, 2:].isnan().any(1).all()
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-def test_several_matrices_at_once_are_what_each_is_by_itself(replaces: bool) -> None:
+def test_several_matrices_at_once_are_what_each_is_by_itself() -> None:
     sizes = [(2, 7, 64), (2, 33, 65), (4, 12, 20), (17, 20, 33)]  # rank, rows, columns
     for backend in BACKENDS[:-1]:  # the reference has those of the tensor's backend
 
@@ -145,9 +143,9 @@ def test_several_matrices_at_once_are_what_each_is_by_itself(replaces: bool) -> 
         blocks = [tensors(2, r, n, at=6) for r, n, _ in sizes]
         for block in blocks:
             block[0, -1] = 0.0
-        spares = [torch.full_like(matrix, 3.0) for block in blocks for matrix in block] if replaces else []
-        for block, rows in zip(blocks, backend.orthonormalize_all(blocks, spares), strict=True):
-            one = back(backend.orthonormalize(block))
-            if replaces:
-                one[~(one != 0).any(-1)] = 3.0
-            assert torch.equal(back(rows), one)
+        for spares in ([], [torch.full_like(matrix, 3.0) for block in blocks for matrix in block]):
+            for block, rows in zip(blocks, backend.orthonormalize_all(blocks, spares), strict=True):
+                one = back(backend.orthonormalize(block))
+                if spares:
+                    one[~(one != 0).any(-1)] = 3.0
+                assert torch.equal(back(rows), one)

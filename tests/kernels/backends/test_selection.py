@@ -40,7 +40,7 @@ def test_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:
         assert on_all("select_topk", x, 0, sampled=sampled, seed=seed).numel() == 0
 
 
-@given(x=inputs, rows=st.integers(1, 7), share=st.floats(0, 1))
+@given(x=inputs, rows=st.integers(1, 3), share=st.floats(0, 1))
 @lean
 def test_select_topk_rows(x: Tensor, rows: int, share: float) -> None:
     width = x.numel() // rows

@@ -66,9 +66,16 @@ def test_sparse_vectors_of_a_million() -> None:
     fast = FAST_BACKENDS
     on_all("compensate_select_topk", x, make("normal", MILLION, 1), 10_000, sampled=True, seed=2, backends=fast)
     on_all("select_threshold", x, 1e-3, backends=fast)
-    on_all("compensate", x, make("normal", MILLION, 1))
-    indices = on_all("randomk_indices", MILLION, 200_000, 7, torch.device("cpu"))
-    on_all("sparse_accumulate", x, torch.sort(torch.cat([indices, indices])).values, x[:400_000].clone(), 0.3)
+    on_all("compensate", x, make("normal", MILLION, 1), backends=fast)
+    indices = on_all("randomk_indices", MILLION, 200_000, 7, torch.device("cpu"), backends=fast)
+    on_all(
+        "sparse_accumulate",
+        x,
+        torch.sort(torch.cat([indices, indices])).values,
+        x[:400_000].clone(),
+        0.3,
+        backends=fast,
+    )
 
 
 def test_equal_indices_across_a_cut_between_threads() -> None:
