@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
@@ -49,6 +49,7 @@ def test_check_indices(indices: list[int], tidy: bool, n: int) -> None:
 
 @given(n=st.sampled_from(SIZES[1:]), k=st.just(0) | numbers, seed=st.integers(0, 999),
        weight=st.sampled_from([1.0, 0.25, -1 / 3]), kind=st.sampled_from(["normal", "any-bits"]))  # fmt: skip
+@example(n=5000, k=1100, seed=1, weight=0.25, kind="normal")
 @settings(lean, max_examples=examples(80))
 def test_sparse_accumulate(n: int, k: int, seed: int, weight: float, kind: str) -> None:
     indices = torch.from_numpy(np.sort(np.random.default_rng(seed).integers(0, n, k)).astype(np.int32))
@@ -74,6 +75,7 @@ def test_sparse_sum(n: int, ks: list[int], seed: int, weight: float) -> None:
 @given(n=st.sampled_from([1, 1000, 5000, CACHED + 1, 3 * CACHED + 7]), seed=st.integers(0, 99),
        k=numbers, count=st.integers(1, 3), spare=st.sampled_from([0, 8, 96]),
        weight=st.sampled_from([1.0, -1 / 3]))  # fmt: skip
+@example(n=5000, seed=1, k=1100, count=3, spare=8, weight=1.0)
 @settings(lean, max_examples=examples(80))
 def test_sparse_sum_rows(n: int, seed: int, k: int, count: int, spare: int, weight: float) -> None:
     """The sum of the parts that the rows hold, wherever in memory they are; nothing when one is damaged."""
@@ -102,6 +104,7 @@ def test_sparse_sum_rows(n: int, seed: int, k: int, count: int, spare: int, weig
 
 @given(sizes=st.lists(st.tuples(st.sampled_from([1, 100, 5000, CACHED + 1]), numbers), min_size=1,
        max_size=3), rows=st.integers(1, 3), damaged=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
+@example(sizes=[(100, 30), (5000, 1100)], rows=3, damaged=True, seed=1)
 @settings(lean, max_examples=examples(80))
 def test_sparse_sums_of_several_tensors(sizes: list[tuple[int, int]], rows: int, damaged: bool, seed: int) -> None:
     """As one after the other, and nothing when a part of any of them is damaged."""
@@ -133,6 +136,7 @@ def test_sparse_sums_of_several_tensors(sizes: list[tuple[int, int]], rows: int,
 
 
 @given(n=st.one_of(st.sampled_from(SIZES[1:]), st.integers(1, 2**31 - 1)), k=numbers | st.just(3000), seed=seeds)
+@example(n=5000, k=1100, seed=1)
 @settings(lean, max_examples=examples(80))
 def test_elias_fano(n: int, k: int, seed: int) -> None:
     k = min(n, k)
