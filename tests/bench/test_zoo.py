@@ -76,7 +76,7 @@ def test_what_is_not_installed_is_skipped_and_said_and_what_is_known_is_not_meas
 
 
 def blocks(batch):
-    layers = [nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True) for _ in range(2)]
+    layers = [nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True) for _ in range(3)]
     return nn.Sequential(*layers), (torch.randn(32 * batch, 32, 64),)
 
 

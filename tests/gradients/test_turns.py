@@ -245,12 +245,12 @@ def test_gradients_that_are_used_all_the_same_and_players_that_are_frozen_are_no
             assert said == [], loop
 
 
-def played(rank, world_size, loops):
+def played(rank, world_size, loops, turns=4):
     """Parameters and residuals after some turns."""
     found = []
     for loop in loops:
         game = Game(loop)
-        game.play(range(4), rank)
+        game.play(range(turns), rank)
         held = residuals(game.handle)
         found.append((flat(game.model), held, game.handle.stats().total.skipped))
     return found
@@ -310,7 +310,7 @@ def drawn(count):
 def test_loops_of_all_kinds_have_the_bits_of_those_that_freeze_and_skip_what_is_not_finite(count):
     loops = drawn(count)
     frozen = [replace(loop, freezes=True) for loop in loops]
-    for found in run_ranks(played, 2, [*loops, *frozen]):
+    for found in run_ranks(played, 2, [*loops, *frozen], 6):
         for loop, own, wanted in zip(loops, found[:count], found[count:], strict=True):
             assert torch.equal(own[0], wanted[0]), loop
             assert same(own[1], wanted[1]), loop
