@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
+from narrowband.averaging.waiting import Waiting
 from tests.digests import GRADIENTS, WITH_OPTIONS, Odd, data
 from tests.gradients.training import flat, heard, loss_of, mlp, refusal
 from tests.ranks import run_ranks
@@ -448,3 +450,19 @@ def test_players_that_share_an_averager_are_warned(separate):
     assert [message.split(" were ")[0] for message in said] == (
         [] if separate else ["averages of 1 of 2 parameters (second)"]
     )
+
+
+def steps_heard(rank, world_size):
+    """How many steps an averager is told of: two with it, and two after it was removed."""
+    model = mlp()
+    optimizer, averager = torch.optim.SGD(model.parameters(), lr=0.1), nb.Averager(model, "topk:density=0.1+ef")
+    with mock.patch.object(Waiting, "stepped") as stepped:
+        for step in range(4):
+            if step == 2:
+                averager.remove()
+            optimizer.step()
+        return stepped.call_count
+
+
+def test_a_removed_averager_is_told_of_no_step():
+    assert run_ranks(steps_heard, 2, fresh=True) == [2, 2]

@@ -7,7 +7,7 @@ part of the next average, and goes on waiting.
 
 Whether a gradient was cleared must be seen before backward adds to it. So hooks on the parameters run when their
 gradients are computed; the first of them looks at all. Loops of their own may also assign gradients, as those of
-``torch.autograd.grad``, of which no hook tells. There a gradient that no hook has announced is a new one if it is
+``torch.func``, of which no hook tells. There a gradient that no hook has announced is a new one if it is
 another tensor than the one that the average was written into.
 
 All this takes time and memory, so it is only done while it may be of use: in the first steps, until every parameter was
@@ -453,6 +453,7 @@ class Waiting:
         self._beginning = self._in_turns = False
         self._waiting.clear()
         self._unhook()
+        _followed.discard(self)
 
     def reaches(self, key: int) -> None:
         """Note that a backward pass is about to add to a parameter's gradient."""
