@@ -20,6 +20,7 @@ from tests.thorough import thorough
 SPECS = [
     "none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.1", "topk:density=0.1+ef",
     "topk:density=0.1,values=int8+ef", "fp16+ef", "powersgd:rank=2+ef", "powersgd:rank=1,iterations=2,ef=false",
+    "dgc:density=0.1", "dgc:density=0.1,nesterov=true,masking=false", "dgc:density=0.1,values=int8",
 ]  # fmt: skip
 BAD = 3
 
@@ -118,17 +119,19 @@ def test_what_waits_of_a_parameter_that_is_frozen_is_not_sent(spec, ahead):
 
 
 @pytest.mark.parametrize(
-    ("spec", "small", "bad"),
+    ("spec", "options", "bad"),
     [
-        *((spec, "uncompressed", True) for spec in SPECS),
-        ("topk:density=0.1+ef", "fp16", True),
-        ("topk:density=0.1+ef", "uncompressed", False),
-        *thorough(*((spec, "uncompressed", False) for spec in SPECS if spec != "topk:density=0.1+ef")),
-        *thorough(("topk:density=0.1+ef", "fp16", False)),
+        *((spec, {}, True) for spec in SPECS),
+        ("topk:density=0.1+ef", {"small": "fp16"}, True),
+        ("topk:density=0.1+ef", {}, False),
+        ("dgc:density=0.1,nesterov=true", {"warmup_steps": 9}, True),
+        *thorough(("dgc:density=0.1", {"warmup_steps": 9}, True)),
+        *thorough(*((spec, {}, False) for spec in SPECS if spec != "topk:density=0.1+ef")),
+        *thorough(("topk:density=0.1+ef", {"small": "fp16"}, False)),
     ],
 )
-def test_what_the_device_decides_is_what_the_host_would(spec, small, bad):
-    own, theirs = (run_ranks(trained, 2, spec, ahead, bad, {"small": small}) for ahead in (True, False))
+def test_what_the_device_decides_is_what_the_host_would(spec, options, bad):
+    own, theirs = (run_ranks(trained, 2, spec, ahead, bad, options) for ahead in (True, False))
     for (parameters, kept, averages, skipped, waited), (expected, its, others, count, never) in zip(
         own, theirs, strict=True
     ):
@@ -136,10 +139,10 @@ def test_what_the_device_decides_is_what_the_host_would(spec, small, bad):
         assert torch.equal(averages, others)
         assert kept.keys() == its.keys()
         assert all(torch.equal(kept[name], its[name]) for name in kept)
-        if "ef" in spec:  # without feedback nobody asks
+        if "ef" in spec or "dgc" in spec:  # without feedback nobody asks
             assert skipped == count == int(bad)
-        # A step that measures the error asks the host: the first one, if there is any.
-        assert waited == [spec == "none"] + [True] * 5
+        # A step that measures the error asks the host: the first one, if it makes any.
+        assert waited == [spec == "none" or "warmup_steps" in options] + [True] * 5
         assert not any(never)
 
 
@@ -198,7 +201,7 @@ def test_averages_of_a_damaged_payload_are_nan_and_the_next_step_raises():
 
 @pytest.mark.parametrize(
     ("spec", "options"),
-    [("dgc:density=0.1", {}), ("uniform:bits=8+ef21", {}), ("powersgd:rank=2,halves=1", {}),
+    [("dgc:density=0.1,clip=9", {}), ("dgc:density=0.1,store=int8", {}), ("uniform:bits=8+ef21", {}), ("powersgd:rank=2,halves=1", {}),
      ("uniform:bits=4+ef", {"collective": "scatter_reduce"}), ("topk:density=0.1+ef:store=int8", {})],
 )  # fmt: skip
 def test_where_feedback_has_to_know_the_host_waits(spec, options):

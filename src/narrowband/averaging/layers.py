@@ -153,7 +153,7 @@ class Layers:
         return self._goes_ahead
 
     def _can_go_ahead(self) -> bool:
-        if self.observer is not None or self.incremental:
+        if self.incremental:
             return False
         if not all(state.goes_ahead for state in self.states.values()):
             return False

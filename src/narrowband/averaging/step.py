@@ -473,7 +473,8 @@ class Step:
             observer = self._layers.observer
             if observer is not None and good:
                 averages = [(p.name, place) for p, _, place in self._small_back if not p.vector.compressed]
-                observer.advance_uncompressed(averages)
+                bad = None if self.findings is None else self.findings.place(Findings.ANY)
+                observer.advance_uncompressed(averages, bad)
             _copy_all([(part, place) for _, part, place in self._small_back])
         if self._open_jobs:
             return

@@ -169,11 +169,15 @@ class State(ABC):
     def set_learning_rates(self, rates: Mapping[str, float]) -> None:  # noqa: B027  most need none
         """Set the learning rates (key → rate) of the step that begins; see :attr:`needs_learning_rates`."""
 
-    def advance_uncompressed(self, averages: Sequence[tuple[str, Tensor]]) -> None:  # noqa: B027  most keep nothing
+    def advance_uncompressed(  # noqa: B027  most keep nothing
+        self, averages: Sequence[tuple[str, Tensor]], bad: Tensor | None = None
+    ) -> None:
         """Take uncompressed averages into the state, and change them in place to the values to deliver.
 
         Args:
-            averages: (key, average), of good steps only.
+            averages: (key, average) of one step.
+            bad: one int32 on their device, which is not zero if the step does not count: the state then stays as it is.
+                None: the step is good.
         """
 
     @abstractmethod

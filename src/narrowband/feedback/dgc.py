@@ -27,6 +27,7 @@ encoded.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -72,6 +73,11 @@ class _Sent:
     commit: Callable[[Tensor | None], None] | None  # takes the indices delivered (None: all); None once it was called
     at: Tensor | None = None  # indices of the elements sent; None: all
     rate: float = 1.0  # residual / sent values: the learning rate with ``accumulate=steps``
+    #: Sums that the commit has changed, each with what it held before. They are restored in this order, since the
+    #: memory of one may hold what belongs into the next.
+    former: Sequence[tuple[Tensor, Tensor]] = ()
+    #: The older sum as it was at the elements sent, once the commit has set it to zero there: (sum, values).
+    forgotten: tuple[Tensor, Tensor] | None = None
     #: Returns the dot product of the sent values and their rounding errors, in units of what is sent.
     overlap: Callable[[], float] = float
 
@@ -134,6 +140,10 @@ class DGC(Feedback):
     _kept: dict[str, tuple[Kept, Kept]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _seeds: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _uncompressed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: By dtype: the sizes of uncompressed averages, and which of them each element belongs to.
+    _owners: dict[torch.dtype, tuple[tuple[int, ...], Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _sent: dict[str, _Sent] = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Key → a magnitude that slightly more elements than wanted reached in the last step: a hint that only saves time.
     _hints: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -205,8 +215,11 @@ class DGC(Feedback):
         return replace(override, density=max(override.density, default.density))
 
     @property
+    def goes_ahead(self) -> bool:
+        return self.store == "fp32" and math.isinf(self.clip)  # the host waits for the norm
+
+    @property
     def answers_late(self) -> bool:
-        # It does not go ahead: a gradient of zeros leaves its velocity as it is, so the host has to know of it first.
         return self.store == "fp32"
 
     @property
@@ -303,14 +316,13 @@ class DGC(Feedback):
         if arrives is not values:  # dividing and rounding may overflow float32
             finite = finite and kernels.all_finite(whole) and kernels.all_finite(arrives)
         left = None if arrives is whole else values - arrives * unit
-        forgotten: list[Tensor] = []
 
         def commit(arrived: Tensor | None) -> None:
             there = at if arrived is None else arrived
             old = kernels.forget(
                 now, newest, there, momentum=self.momentum, nesterov=self.nesterov, masking=self.masking
             )
-            forgotten.append(old)
+            own.forgotten = now, old
             if left is not None:
                 late = left if arrived is None else torch.where(torch.isin(at, arrived), left, 0.0)
                 newest.index_add_(0, at, late)
@@ -319,8 +331,8 @@ class DGC(Feedback):
             self._hints[key] = hint
 
         def undo() -> None:
-            if forgotten:
-                now[at] = forgotten.pop()
+            if own.forgotten is not None:
+                now[at] = own.forgotten[1]
             if in_place:
                 before.copy_(x)
             self._now[key], self._before[key] = now, before
@@ -328,7 +340,8 @@ class DGC(Feedback):
         def overlap() -> float:
             return 0.0 if left is None else float(torch.dot(arrives, left)) / unit
 
-        self._sent[key] = _Sent(undo, commit, at, unit, overlap)
+        former = [(newest, now), (now, gradient)]  # the gradient's memory holds the oldest sum
+        own = self._sent[key] = _Sent(undo, commit, at, unit, former, overlap=overlap)
         if not finite:
             nbytes = codec.payload_nbytes(shape, torch.float32)
             return False, out if out is not None else torch.zeros(nbytes, dtype=torch.uint8, device=x.device)
@@ -375,7 +388,8 @@ class DGC(Feedback):
         def undo() -> None:
             self._now[key], self._before[key] = now, before
 
-        self._sent[key] = _Sent(undo, commit, rate=unit)
+        former = [(previous, before), *([(newest, now)] if self.nesterov else [])]
+        self._sent[key] = _Sent(undo, commit, rate=unit, former=former)
         sent = (step / unit).to(x.dtype)
         return kernels.all_finite(sent.float()), codec.encode(sent.view(dims(shape)), seed=seed, out=out)
 
@@ -435,6 +449,22 @@ class DGC(Feedback):
         elif self.store == "fp32":
             sent.undo()
 
+    def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
+        committed: list[_Sent] = []
+        for key, x in zip(keys, xs, strict=True):
+            if self._sent[key].commit is None:
+                committed.append(self._sent.pop(key))
+            else:  # the host knew that it was not finite
+                self.roll_back(key, x)
+        forgotten = [(own.at, *own.forgotten) for own in committed if own.at is not None and own.forgotten is not None]
+        there = [total[at] for at, total, _ in forgotten]
+        kernels.restore_all_if(bad, there, [old for *_, old in forgotten])
+        for (at, total, _), values in zip(forgotten, there, strict=True):
+            total[at] = values
+        for turn in itertools.zip_longest(*(own.former for own in committed)):
+            pairs = [pair for pair in turn if pair is not None]
+            kernels.restore_all_if(bad, [total for total, _ in pairs], [held for _, held in pairs])
+
     def residual(self, key: str) -> Tensor | None:
         if self.store == "fp32":
             return self._now.get(key)
@@ -470,33 +500,41 @@ class DGC(Feedback):
 
     # ---- what travels uncompressed -----------------------------------------------------------------------------------
 
-    def advance_uncompressed(self, averages: Sequence[tuple[str, Tensor]]) -> None:
+    def advance_uncompressed(self, averages: Sequence[tuple[str, Tensor]], bad: Tensor | None = None) -> None:
         """Apply momentum to uncompressed averages, in place: they become the steps of momentum SGD.
 
         A parameter whose average is exactly zero had no gradient on any rank. Its velocity stays as it is.
         """
-        named = [(name, x) for name, x in averages if x.numel()]
-        if not self.momentum or not named:
-            return
-        # One wait for the device: a velocity that would wait there, too, would need a launch for each parameter.
-        used = torch.stack([norm.float() for norm in torch._foreach_norm([x for _, x in named], math.inf)]).tolist()
-        flats, velocities = [], []
-        for (name, x), norm in zip(named, used, strict=True):
-            if norm:
-                velocity = self._uncompressed.get(name)
-                if velocity is None:
-                    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-                    velocity = self._uncompressed[name] = torch.zeros(x.numel(), dtype=dtype, device=x.device)
-                flats.append(x.view(-1))
-                velocities.append(velocity)
-        if not flats:
-            return
-        torch._foreach_mul_(velocities, self.momentum)
-        torch._foreach_add_(velocities, flats)
-        if self.nesterov:
-            torch._foreach_add_(flats, velocities, alpha=self.momentum)
-        else:
-            torch._foreach_copy_(flats, velocities)
+        kinds: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        for name, x in sorted(averages, key=lambda pair: pair[0]):
+            if self.momentum and x.numel():
+                kinds.setdefault(x.dtype, []).append((name, x.view(-1)))
+        for dtype, named in kinds.items():
+            xs, velocities = [x for _, x in named], []
+            for name, x in named:
+                if name not in self._uncompressed:
+                    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+                    self._uncompressed[name] = torch.zeros(x.numel(), dtype=wide, device=x.device)
+                velocities.append(self._uncompressed[name])
+            # All parameters end to end: a launch for each of them would take longer, and so would waiting for the norms.
+            used = torch.stack(torch._foreach_norm(xs, math.inf)) != 0
+            if bad is not None:
+                used &= bad == 0
+            there = used.index_select(0, self._owner_of_each(xs))
+            x, velocity = torch.cat(xs), torch.cat(velocities)
+            new = velocity * self.momentum + x
+            step = new * self.momentum + x if self.nesterov else new
+            torch._foreach_copy_(velocities, torch.where(there, new, velocity).split([each.numel() for each in xs]))
+            torch._foreach_copy_(xs, torch.where(there, step, x).split([each.numel() for each in xs]))
+
+    def _owner_of_each(self, xs: Sequence[Tensor]) -> Tensor:
+        """Return, for each element of these tensors end to end, the number of its tensor."""
+        sizes = tuple(x.numel() for x in xs)
+        held = self._owners.get(xs[0].dtype)
+        if held is None or held[0] != sizes:  # a host that sends it to a GPU waits for it
+            of_each = torch.arange(len(sizes), dtype=torch.int64, device="cpu").repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device="cpu"))
+            held = self._owners[xs[0].dtype] = sizes, of_each.to(xs[0].device)
+        return held[1]
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
