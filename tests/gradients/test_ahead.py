@@ -201,9 +201,15 @@ def test_averages_of_a_damaged_payload_are_nan_and_the_next_step_raises():
 
 @pytest.mark.parametrize(
     ("spec", "options"),
-    [("dgc:density=0.1,clip=9", {}), ("dgc:density=0.1,store=int8", {}), ("uniform:bits=8+ef21", {}), ("powersgd:rank=2,halves=1", {}),
-     ("uniform:bits=4+ef", {"collective": "scatter_reduce"}), ("topk:density=0.1+ef:store=int8", {})],
-)  # fmt: skip
+    [
+        ("dgc:density=0.1,clip=9", {}),
+        ("dgc:density=0.1,store=int8", {}),
+        ("uniform:bits=8+ef21", {}),
+        ("powersgd:rank=2,halves=1", {}),
+        ("uniform:bits=4+ef", {"collective": "scatter_reduce"}),
+        ("topk:density=0.1+ef:store=int8", {}),
+    ],
+)
 def test_where_feedback_has_to_know_the_host_waits(spec, options):
     own, theirs = (run_ranks(trained, 2, spec, ahead, True, options) for ahead in (True, False))
     for (parameters, *_, skipped, waited), (expected, *_, count, _never) in zip(own, theirs, strict=True):

@@ -118,8 +118,8 @@ MOST = {
     "uniform:bits=4+ef": (17, 17, 40),
     "powersgd:rank=4": (132, 31, 65),
     "topk:density=0.01+ef": (110, 18, 45),
-    "dgc:density=0.01": (0, 0, 0),
-    "dgc:density=0.01,nesterov=true": (0, 0, 0),
+    "dgc:density=0.01": (112, 20, 73),
+    "dgc:density=0.01,nesterov=true": (112, 20, 75),
 }
 
 

@@ -245,14 +245,7 @@ class DGC(Feedback):
         if commit:
             self._check_commit(x)
         self._seeds[key] = seed
-        if not self.holds(key):
-            self._close(key, *(torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for _ in range(2)))
-        now, before = self._opened(key)
-        if now.numel() != x.numel():
-            raise ValueError(
-                f"the state of {key!r} has {now.numel()} elements, got a tensor of {x.numel()}; use another key, or "
-                "load the state of this model"
-            )
+        now, before = self._sums(key, x)
         if codec.exact:
             finite, payload = self._encode_velocity(key, x, now, before, codec, shape, seed, out)
         elif isinstance(codec, SelectingCodec):
@@ -262,6 +255,73 @@ class DGC(Feedback):
         if commit and finite:
             self._commit(key, x)
         return finite, payload
+
+    def encodes_all(self, codec: Codec) -> bool:
+        """Return whether :meth:`encode_all` works with this codec: if all that is sent has one unit."""
+        if not self.goes_ahead or self.accumulate != "gradients":
+            return False
+        return isinstance(codec, TopK) and codec.encodes_several
+
+    def encode_all(
+        self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
+    ) -> bool:
+        assert isinstance(codec, TopK)
+        self._seeds.update(zip(keys, seeds, strict=True))
+        sums = [self._sums(key, x) for key, x in zip(keys, xs, strict=True)]
+        nows, befores = [now for now, _ in sums], [before for _, before in sums]
+        finite, indices, olds = kernels.encode_momentum_topk_all(
+            xs,
+            nows,
+            befores,
+            [codec.kept(x.numel()) for x in xs],
+            outs,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            masking=self.masking,
+        )
+        for key, x, now, before, at, old in zip(keys, xs, nows, befores, indices, olds, strict=True):
+            self._sent[key] = self._begun(key, now, before, at, x)
+            self._sent[key].forgotten = now, old
+            self._close(key, before, now)
+        return finite
+
+    def _begun(self, key: str, now: Tensor, before: Tensor, at: Tensor, oldest: Tensor | None) -> _Sent:
+        """Return how a momentum step is undone.
+
+        Args:
+            key: of the tensor.
+            now: the newest sum before this step.
+            before: the sum of the step before that, if ``oldest`` is None.
+            at: indices of the elements sent.
+            oldest: holds what ``before`` held, whose memory the new sum has.
+        """
+        own = _Sent(None, None, at, former=[] if oldest is None else [(before, now), (now, oldest)])
+
+        def undo() -> None:
+            if own.forgotten is not None:
+                now[at] = own.forgotten[1]
+            if oldest is not None:
+                before.copy_(oldest)
+            self._now[key], self._before[key] = now, before
+
+        own.undo = undo
+        return own
+
+    def _sums(self, key: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums as :meth:`_opened`, of zeros at first.
+
+        Raises:
+            ValueError: they have another size than the tensor.
+        """
+        if not self.holds(key):
+            self._close(key, *(torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for _ in range(2)))
+        now, before = self._opened(key)
+        if now.numel() != x.numel():
+            raise ValueError(
+                f"the state of {key!r} has {now.numel()} elements, got a tensor of {x.numel()}; use another key, or "
+                "load the state of this model"
+            )
+        return now, before
 
     def _opened(self, key: str) -> tuple[Tensor, Tensor]:
         """Return the newest sum and that of the step before; new tensors unless ``store=fp32``."""
@@ -316,6 +376,8 @@ class DGC(Feedback):
         if arrives is not values:  # dividing and rounding may overflow float32
             finite = finite and kernels.all_finite(whole) and kernels.all_finite(arrives)
         left = None if arrives is whole else values - arrives * unit
+        own = self._sent[key] = self._begun(key, now, before, at, gradient if in_place else None)
+        own.rate = unit
 
         def commit(arrived: Tensor | None) -> None:
             there = at if arrived is None else arrived
@@ -330,18 +392,8 @@ class DGC(Feedback):
             self._close(key, newest, now)
             self._hints[key] = hint
 
-        def undo() -> None:
-            if own.forgotten is not None:
-                now[at] = own.forgotten[1]
-            if in_place:
-                before.copy_(x)
-            self._now[key], self._before[key] = now, before
-
-        def overlap() -> float:
-            return 0.0 if left is None else float(torch.dot(arrives, left)) / unit
-
-        former = [(newest, now), (now, gradient)]  # the gradient's memory holds the oldest sum
-        own = self._sent[key] = _Sent(undo, commit, at, unit, former, overlap=overlap)
+        own.commit = commit
+        own.overlap = lambda: 0.0 if left is None else float(torch.dot(arrives, left)) / unit
         if not finite:
             nbytes = codec.payload_nbytes(shape, torch.float32)
             return False, out if out is not None else torch.zeros(nbytes, dtype=torch.uint8, device=x.device)
@@ -456,11 +508,9 @@ class DGC(Feedback):
                 committed.append(self._sent.pop(key))
             else:  # the host knew that it was not finite
                 self.roll_back(key, x)
-        forgotten = [(own.at, *own.forgotten) for own in committed if own.at is not None and own.forgotten is not None]
-        there = [total[at] for at, total, _ in forgotten]
-        kernels.restore_all_if(bad, there, [old for *_, old in forgotten])
-        for (at, total, _), values in zip(forgotten, there, strict=True):
-            total[at] = values
+        forgotten = [(*own.forgotten, own.at) for own in committed if own.at is not None and own.forgotten is not None]
+        nows, olds, indices = zip(*forgotten, strict=True) if forgotten else ((), (), ())
+        kernels.remember_all_if(bad, nows, indices, olds)
         for turn in itertools.zip_longest(*(own.former for own in committed)):
             pairs = [pair for pair in turn if pair is not None]
             kernels.restore_all_if(bad, [total for total, _ in pairs], [held for _, held in pairs])
@@ -510,13 +560,13 @@ class DGC(Feedback):
             if self.momentum and x.numel():
                 kinds.setdefault(x.dtype, []).append((name, x.view(-1)))
         for dtype, named in kinds.items():
-            xs, velocities = [x for _, x in named], []
+            xs, velocities, sizes = [x for _, x in named], [], [x.numel() for _, x in named]
             for name, x in named:
                 if name not in self._uncompressed:
                     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
                     self._uncompressed[name] = torch.zeros(x.numel(), dtype=wide, device=x.device)
                 velocities.append(self._uncompressed[name])
-            # All parameters end to end: a launch for each of them would take longer, and so would waiting for the norms.
+            # All parameters end to end: a launch for each of them would take longer, and so would a wait for norms.
             used = torch.stack(torch._foreach_norm(xs, math.inf)) != 0
             if bad is not None:
                 used &= bad == 0
@@ -524,15 +574,17 @@ class DGC(Feedback):
             x, velocity = torch.cat(xs), torch.cat(velocities)
             new = velocity * self.momentum + x
             step = new * self.momentum + x if self.nesterov else new
-            torch._foreach_copy_(velocities, torch.where(there, new, velocity).split([each.numel() for each in xs]))
-            torch._foreach_copy_(xs, torch.where(there, step, x).split([each.numel() for each in xs]))
+            torch._foreach_copy_(velocities, torch.split(torch.where(there, new, velocity), sizes))
+            torch._foreach_copy_(xs, torch.split(torch.where(there, step, x), sizes))
 
     def _owner_of_each(self, xs: Sequence[Tensor]) -> Tensor:
         """Return, for each element of these tensors end to end, the number of its tensor."""
         sizes = tuple(x.numel() for x in xs)
         held = self._owners.get(xs[0].dtype)
         if held is None or held[0] != sizes:  # a host that sends it to a GPU waits for it
-            of_each = torch.arange(len(sizes), dtype=torch.int64, device="cpu").repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device="cpu"))
+            of_each = torch.arange(len(sizes), dtype=torch.int64, device="cpu").repeat_interleave(
+                torch.tensor(sizes, dtype=torch.int64, device="cpu")
+            )
             held = self._owners[xs[0].dtype] = sizes, of_each.to(xs[0].device)
         return held[1]
 

@@ -55,7 +55,7 @@ from narrowband.kernels.lowrank import (
     orthonormalize_all,
 )
 from narrowband.kernels.masks import Windows, apply_mask, mask_between, pool_places, pool_positions
-from narrowband.kernels.momentum import forget, momentum_topk
+from narrowband.kernels.momentum import encode_momentum_topk_all, forget, momentum_topk, remember_all_if
 from narrowband.kernels.outliers import dwarfed_rows
 from narrowband.kernels.quantized import (
     Scale,
@@ -135,6 +135,7 @@ __all__ = [
     "elias_fano_encode",
     "elias_fano_low_bits",
     "elias_fano_nbytes",
+    "encode_momentum_topk_all",
     "encode_topk",
     "encode_topk_all",
     "fixed_decode",
@@ -171,6 +172,7 @@ __all__ = [
     "quantize_rows_learning",
     "randomk_indices",
     "read_from_8",
+    "remember_all_if",
     "restore_all_if",
     "restore_if",
     "row_extremes",

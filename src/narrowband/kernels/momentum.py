@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, cast
 from narrowband.kernels.backends import backend_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["forget", "momentum_topk"]
+__all__ = ["encode_momentum_topk_all", "forget", "momentum_topk", "remember_all_if"]
 
 
 def momentum_topk(
@@ -61,3 +63,44 @@ def forget(
     """
     old = backend_of(now).forget(now, before, indices, momentum=momentum, nesterov=nesterov, masking=masking)
     return cast("Tensor", old)
+
+
+def encode_momentum_topk_all(
+    xs: Sequence[Tensor],
+    nows: Sequence[Tensor],
+    befores: Sequence[Tensor],
+    ks: Sequence[int],
+    outs: Sequence[Tensor],
+    *,
+    momentum: float,
+    nesterov: bool = False,
+    masking: bool = True,
+) -> tuple[bool, list[Tensor], list[Tensor]]:
+    """Apply :func:`momentum_topk`, exact, and :func:`forget` to several tensors, and write their payloads, with no more
+    GPU kernel launches than for one.
+
+    Args:
+        xs, nows, befores: flat float32, not empty.
+        ks: how many elements of each are selected, at least one.
+        outs: where each payload is written: values in float32, indices in Elias–Fano form.
+
+    Returns:
+        (whether all is finite, or True while :class:`Findings` note that on the device; for each tensor: its indices;
+        the old values of ``now`` there).
+    """
+    options = {"momentum": momentum, "nesterov": nesterov, "masking": masking}
+    result = backend_of(xs[0]).encode_momentum_topk_all(xs, nows, befores, ks, outs, **options)
+    return cast("tuple[bool, list[Tensor], list[Tensor]]", result)
+
+
+def remember_all_if(bad: Tensor, nows: Sequence[Tensor], indices: Sequence[Tensor], olds: Sequence[Tensor]) -> None:
+    """Write old values back that :func:`forget` returned, for several tensors, if ``bad`` is not zero.
+
+    Args:
+        bad: one int32 on the tensors' device; the host does not wait for it.
+        nows: the sums.
+        indices: int32, ascending, where values are written in each.
+        olds: float32, the values.
+    """
+    if nows:
+        backend_of(nows[0]).remember_all_if(bad, nows, indices, olds)

@@ -169,6 +169,13 @@ def main(capability: int, *, every: bool, counting: list[str]) -> None:
     y, both = torch.zeros(1 << 20), [out[:4000], torch.zeros(80_000, dtype=torch.uint8)]
     with Findings(y.device).noting(Findings.OWN):  # with candidates and without
         cuda.encode_topk_all([y, y[:20_000]], [100, 18_000], both, residuals=[y, y[:20_000]])
+        several = [y, y[:20_000]]
+        for nesterov in (False, True):
+            for ks in ([100, 18_000], [100]):
+                own = several[-len(ks) :]
+                cuda.encode_momentum_topk_all(own, own, own, ks, both[-len(ks) :], momentum=0.9, nesterov=nesterov)
+        cuda.encode_momentum_topk_all([y[:900]], [y[:900]], [y[:900]], [9], [out], momentum=0.9, masking=False)
+        cuda.remember_all_if(torch.zeros(1, dtype=torch.int32), several, [at, at], [y[:80], y[:80]])
     for n in (1000, 5000, 20_000, 1 << 20):  # 4 warps, 16, several programs for a row, and candidates
         y = torch.zeros(n)
         cuda.select_topk(y, 100)

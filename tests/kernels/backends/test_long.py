@@ -286,3 +286,43 @@ def test_what_is_not_finite_in_several_tensors_is_noted(looking, broken):
         assert looking.encode_topk_all(xs, ks, outs, residuals=residuals)
     assert findings.places.tolist() == [int(broken != 0.0), 0, 0]
     assert bool((outs[1] == 0xAA).all()) is (broken != 0.0)
+
+
+@pytest.mark.parametrize("backend", ["triton_", "looking"])
+@pytest.mark.parametrize(("nesterov", "masking"), [(False, True), (True, True), (False, False), (True, False)])
+def test_momentum_steps_of_several_tensors(request, backend, nesterov, masking):
+    """Payloads, sums and what is forgotten are those of one tensor after the other; all of it can be undone."""
+    xs, nows, ks, outs = several()
+    befores = [make("few-levels", x.numel(), at) for at, x in enumerate(xs)]
+    outcomes = []
+    for one in (request.getfixturevalue(backend), reference):
+        own, now, before, into = (place(one, part) for part in (xs, nows, befores, outs))
+        finite, at, old = one.encode_momentum_topk_all(
+            own, now, before, ks, into, momentum=0.9, nesterov=nesterov, masking=masking
+        )
+        outcomes.append(back([finite, own, [x.clone() for x in now], before, into, at, old]))
+        for bad in (0, 1):
+            held = [x.clone() for x in now]
+            one.remember_all_if(torch.tensor([bad], dtype=torch.int32, device=now[0].device), now, at, old)
+            assert all(torch.equal(x, y) for x, y in zip(now, held, strict=True)) is (bad == 0)
+        assert all(torch.equal(x, y) for x, y in zip(back(now), nows, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(back(own), befores, strict=True))
+    assert outcomes[0][0] is True
+    assert_same(*outcomes)
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+def test_a_momentum_step_that_is_not_finite_is_noted_and_can_be_undone(looking, broken):
+    xs, nows, ks, outs = (place(looking, part) for part in several(broken))
+    befores = [x.clone() for x in nows]
+    findings = kernels.Findings(xs[0].device)
+    held = [x.clone() for x in nows]
+    with findings.noting(kernels.Findings.OWN):
+        finite, at, old = looking.encode_momentum_topk_all(xs, nows, befores, ks, outs, momentum=0.9)
+    assert finite
+    assert findings.places.tolist() == [1, 0, 0]
+    assert not all(torch.equal(x, y) for x, y in zip(nows, held, strict=True))
+    looking.remember_all_if(findings.place(kernels.Findings.OWN), nows, at, old)
+    assert all(torch.equal(x, y) for x, y in zip(nows, held, strict=True))
+    xs = place(looking, several(broken)[0])
+    assert not looking.encode_momentum_topk_all(xs, nows, befores, ks, outs, momentum=0.9)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ from narrowband.kernels.findings import open_place, refuse_if
 from narrowband.kernels.reference.common import fold
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from torch import Tensor
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
     "store",
     "uniform",
     "unspecific",
+    "whole_words",
 ]
 
 #: Whether loops run in Triton's interpreter. It has its own ways with bfloat16: it rounds toward zero, and takes the
@@ -86,6 +90,19 @@ def raise_if(damaged: Tensor, message: str) -> None:
     Loops stay within their tensors even with damaged payloads, so this may be called after them.
     """
     refuse_if(damaged.any(), message)
+
+
+@contextmanager
+def whole_words(payloads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield memory of whole words with the bytes of each payload, its own if possible; on exit, copy them back."""
+    words = []
+    for own in payloads:
+        rest = -own.numel() % 4
+        words.append(torch.nn.functional.pad(own, (0, rest)) if rest or own.data_ptr() % 4 else own)
+    yield words
+    for own, word in zip(payloads, words, strict=True):
+        if word is not own:
+            own.copy_(word[: own.numel()])
 
 
 def raw(x: Tensor) -> tuple[Tensor, bool]:

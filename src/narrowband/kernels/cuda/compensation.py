@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, all_below, unspecific
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, all_below, unspecific, whole_words
 from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.cuda.selection import Chosen, choose, choose_sampled, encode_all
 from narrowband.kernels.cuda.sources import COMPENSATE, Source
@@ -281,22 +281,14 @@ def _encode_all(
     xs: Sequence[Tensor], ks: Sequence[int], outs: Sequence[Tensor], residuals: Sequence[Tensor], *, decay: float,
     subtract: bool,
 ) -> bool:  # fmt: skip
-    words = [_in_words(out) for out in outs]
     place = open_place(xs[0].device)
-    if residuals:
-        sources = [
-            Source(COMPENSATE, x, residual, residual, float(decay)) for x, residual in zip(xs, residuals, strict=True)
-        ]
-        tops = encode_all(sources, ks, words, subtract=subtract, place=place)
-    else:
-        tops = encode_all([Source.plain(x) for x in xs], ks, words, always=True, place=place)
-    for out, own in zip(outs, words, strict=True):
-        if own is not out:
-            out.copy_(own[: out.numel()])
+    with whole_words(outs) as words:
+        if residuals:
+            sources = [
+                Source(COMPENSATE, x, residual, residual, float(decay))
+                for x, residual in zip(xs, residuals, strict=True)
+            ]
+            tops = encode_all(sources, ks, words, subtract=subtract, place=place)
+        else:
+            tops = encode_all([Source.plain(x) for x in xs], ks, words, always=True, place=place)
     return place is not None or all_below(tops, math.inf)
-
-
-def _in_words(out: Tensor) -> Tensor:
-    """Return memory of whole words for a payload, its own if possible; otherwise it holds the same bytes."""
-    rest = -out.numel() % 4
-    return torch.nn.functional.pad(out, (0, rest)) if rest or out.data_ptr() % 4 else out

@@ -1,4 +1,6 @@
-"""Momentum correction in Triton: the momentum step is made in the pass where a selection first reads the sums."""
+"""Momentum correction in Triton: the momentum step is made in the pass where a selection first reads the sums, and
+several tensors take one launch.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, all_below
-from narrowband.kernels.cuda.launching import kernel, run
-from narrowband.kernels.cuda.selection import choose, choose_sampled
-from narrowband.kernels.cuda.sources import MOMENTUM, NESTEROV, Source
+from narrowband.kernels.cuda.common import BLOCK, all_below, whole_words
+from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
+from narrowband.kernels.cuda.selection import choose, choose_sampled, encode_all
+from narrowband.kernels.cuda.sources import MOMENTUM, NESTEROV, Source, forget_at
+from narrowband.kernels.findings import open_place
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["forget", "momentum_topk"]
+__all__ = ["encode_momentum_topk_all", "forget", "momentum_topk", "remember_all_if"]
 
 
 def momentum_topk(
@@ -53,24 +58,10 @@ def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @kernel
 def _forget(now, before, indices, old, k, momentum, NESTEROV: tl.constexpr, MASKING: tl.constexpr, WIDTH: tl.constexpr):
-    """Implement ``forget``.
-
-    One thread may store to a scattered place that another has loaded, so all have to have read before one writes.
-    """
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     there = i < k
     at = tl.load(indices + i, mask=there, other=0).to(tl.int64)
-    value = tl.load(now + at, mask=there, other=0.0)
-    velocity = tl.zeros_like(value)
-    if not MASKING:
-        velocity = tl.load(before + at, mask=there, other=0.0) - value
-    tl.debug_barrier()
-    tl.store(old + i, value, mask=there)
-    left = tl.zeros_like(value)
-    if NESTEROV:
-        left = velocity * momentum * -1.0  # not −momentum: Triton may lose the sign of −0 on the way here
-    tl.store(before + at, left, mask=there)
-    tl.store(now + at, left - velocity, mask=there)
+    tl.store(old + i, forget_at(now, before, at, there, momentum, NESTEROV, MASKING), mask=there)
 
 
 def forget(
@@ -81,3 +72,48 @@ def forget(
     form = {"NESTEROV": nesterov, "MASKING": masking, "WIDTH": BLOCK}
     run(_forget, -(-k // BLOCK), now, before, indices, old, k, float(momentum), on=now, **form)
     return old
+
+
+def encode_momentum_topk_all(
+    xs: Sequence[Tensor],
+    nows: Sequence[Tensor],
+    befores: Sequence[Tensor],
+    ks: Sequence[int],
+    outs: Sequence[Tensor],
+    *,
+    momentum: float,
+    nesterov: bool = False,
+    masking: bool = True,
+) -> tuple[bool, list[Tensor], list[Tensor]]:
+    kind, place = NESTEROV if nesterov else MOMENTUM, open_place(xs[0].device)
+    sources = [
+        Source(kind, x, now, before, float(momentum), 1.0) for x, now, before in zip(xs, nows, befores, strict=True)
+    ]
+    room = torch.empty(2 * sum(ks), dtype=torch.int32, device=xs[0].device)
+    gone = list(room.split([2 * k for k in ks]))
+    with whole_words(outs) as words:
+        tops = encode_all(sources, ks, words, forget=1 if masking else 2, gone=gone, always=True, place=place)
+    pairs = [own.chunk(2) for own in gone]
+    finite = place is not None or all_below(tops, math.inf)
+    return finite, [at for at, _ in pairs], [old.view(torch.float32) for _, old in pairs]
+
+
+@kernel
+def _remember(table, count, bad, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Write values back to scattered places of several tensors."""
+    if tl.load(bad) != 0:
+        own, part = segment(table, count, 5, SEGMENTS)
+        now = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+        indices = tl.load(own + 2).to(tl.pointer_type(tl.int32))
+        old = tl.load(own + 3).to(tl.pointer_type(tl.float32))
+        i = part * WIDTH + tl.arange(0, WIDTH)
+        there = i < tl.load(own + 4)
+        at = tl.load(indices + i, mask=there, other=0).to(tl.int64)
+        tl.store(now + at, tl.load(old + i, mask=there, other=0.0), mask=there)
+
+
+def remember_all_if(bad: Tensor, nows: Sequence[Tensor], indices: Sequence[Tensor], olds: Sequence[Tensor]) -> None:
+    segments = Segments(nows[0])
+    for now, at, old in zip(nows, indices, olds, strict=True):
+        segments.add(-(-at.numel() // BLOCK), now.data_ptr(), at.data_ptr(), old.data_ptr(), at.numel())
+    segments.run(_remember, bad, WIDTH=BLOCK)

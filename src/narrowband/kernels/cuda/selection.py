@@ -12,6 +12,7 @@ selection does not wait for the device.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,15 +22,17 @@ import triton.language as tl
 from narrowband.kernels.cuda.candidates import LONG, all_margins, arrange, few_reaching, find, stratum
 from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, fold_seed
 from narrowband.kernels.cuda.launching import kernel, run, segment
-from narrowband.kernels.cuda.sources import Source, look
+from narrowband.kernels.cuda.sources import AHEAD, NESTEROV, Source, forget_at, look
 from narrowband.kernels.cuda.tables import (
     COLUMNS,
     CUT,
     DIGITS,
+    GONE,
     KNOWN_AT,
     LARGEST,
     LOW_BITS,
     NUMBERS,
+    OLDER,
     OUT,
     ROW_NOTES,
     SCRATCH,
@@ -70,6 +73,8 @@ __all__ = [
     "select_topk",
     "select_topk_rows",
 ]
+
+_AHEAD, _NESTEROV = tl.constexpr(AHEAD), tl.constexpr(NESTEROV)
 
 #: The longest rows that one program holds in registers; and elements per warp, if 16 warps are enough.
 _SHORT, _PER_WARP = 16384, 512
@@ -207,6 +212,16 @@ def _put(own, i, value, place, taken, k):
 
 
 @kernel
+def _forget(own, i, place, taken, k, momentum, NESTEROV: tl.constexpr, MASKING: tl.constexpr):
+    """Change both sums of a momentum step at selected elements, as ``forget``; keep what the older one was there."""
+    now, before = load_array(own, OLDER, tl.float32), load_array(own, SUM, tl.float32)
+    gone = load_array(own, GONE, tl.int32)
+    was = forget_at(now, before, i, taken, momentum, NESTEROV, MASKING)
+    tl.store(gone + place, i.to(tl.int32), mask=taken)
+    tl.store(gone + k + place, was.to(tl.int32, bitcast=True), mask=taken)
+
+
+@kernel
 def _places(magnitude, level, above, ties, allowed):
     """Return which elements are taken, and behind how many others; and how many are above the threshold, and at it.
 
@@ -226,13 +241,13 @@ def _places(magnitude, level, above, ties, allowed):
 def _write(
     table, count, f, g, k, note,
     KIND: tl.constexpr, GIVEN: tl.constexpr, ALL: tl.constexpr, FOUND: tl.constexpr, PAYLOAD: tl.constexpr,
-    LIMIT: tl.constexpr, SUBTRACT: tl.constexpr, NOTES: tl.constexpr, SHARERS: tl.constexpr, WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
+    LIMIT: tl.constexpr, SUBTRACT: tl.constexpr, FORGET: tl.constexpr, NOTES: tl.constexpr, SHARERS: tl.constexpr,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Write the elements above the threshold, and the first ones at it (or all), to their places.
 
-    With PAYLOAD, write a payload if no magnitude exceeds LIMIT; with SUBTRACT, also zeros where its elements were. With
-    NOTES, note if something is not finite.
+    With PAYLOAD, write a payload if no magnitude exceeds LIMIT; with SUBTRACT, also zeros where its elements were; with
+    FORGET, see :class:`~narrowband.kernels.cuda.tables.Writing`. With NOTES, note if something is not finite.
     """
     own, at = segment(table, count, COLUMNS, SEGMENTS)
     a, b, c, width = load_source(own, KIND, ALIGNED)
@@ -270,6 +285,8 @@ def _write(
             if SUBTRACT:
                 tl.debug_barrier()  # a thread may store what another has loaded
                 tl.store(load_array(own, SUM, tl.float32) + i, tl.zeros_like(value), mask=taken)
+            if FORGET > 0:
+                _forget(own, i, place, taken, k, f, KIND == _AHEAD, FORGET == 1)
         else:
             tl.store(load_array(own, OUT, tl.int32) + first + place, i.to(tl.int32), mask=taken)
             tl.store(load_array(own, VALUES_OUT, tl.float32) + first + place, value, mask=taken)
@@ -280,8 +297,8 @@ def _write(
 @selection_loop
 def _short(
     table, count, f, g, note,
-    KIND: tl.constexpr, PAYLOAD: tl.constexpr, LIMIT: tl.constexpr, SUBTRACT: tl.constexpr, NOTES: tl.constexpr,
-    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
+    KIND: tl.constexpr, PAYLOAD: tl.constexpr, LIMIT: tl.constexpr, SUBTRACT: tl.constexpr, FORGET: tl.constexpr,
+    NOTES: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Do the whole selection of a row that one program holds at once: find its k-th largest bit by bit, and write."""
     own, row = segment(table, count, COLUMNS, SEGMENTS)
@@ -307,6 +324,8 @@ def _short(
             _put(own, i, value, place, taken, k)
             if SUBTRACT:
                 tl.store(load_array(own, SUM, tl.float32) + i, tl.zeros_like(value), mask=taken)
+            if FORGET > 0:
+                _forget(own, i, place, taken, k, f, KIND == _NESTEROV, FORGET == 1)
     else:
         tl.store(load_array(own, OUT, tl.int32) + row * k + place, i.to(tl.int32), mask=taken)
         tl.store(load_array(own, VALUES_OUT, tl.float32) + row * k + place, value, mask=taken)
@@ -411,6 +430,8 @@ def encode_all(
     outs: Sequence[Tensor],
     *,
     subtract: bool = False,
+    forget: int = 0,
+    gone: Sequence[Tensor] = (),
     always: bool = False,
     place: Tensor | None = None,
 ) -> Tensor:
@@ -421,6 +442,8 @@ def encode_all(
         ks: how many are selected of each.
         outs: where payloads are written: values, Elias–Fano's parts, zeros. Of whole words.
         subtract: whether zeros are written into the sources where elements were.
+        forget: how sums of momentum steps are changed there, see :class:`~narrowband.kernels.cuda.tables.Writing`.
+        gone: if they are: int32, where the selected indices of each tensor and the older sum's values are kept.
         always: whether a payload is written although its tensor is not finite.
         place: where it is noted if a tensor is not finite.
 
@@ -428,11 +451,12 @@ def encode_all(
         The largest magnitudes of all elements.
     """
     targets = [
-        Target(out, out, elias_fano_low_bits(k, source.a.numel()), -(-2 * k // 8))
-        for source, k, out in zip(sources, ks, outs, strict=True)
+        Target(out, out, elias_fano_low_bits(k, source.a.numel()), -(-2 * k // 8), own)
+        for source, k, out, own in zip(sources, ks, outs, gone or itertools.repeat(None, len(outs)), strict=True)
     ]
     limit = Writing().limit if always else INFINITE.value - 1
-    return _select(sources, ks, targets, Writing(payload=True, limit=limit, subtract=subtract, place=place))
+    writing = Writing(payload=True, limit=limit, subtract=subtract, forget=forget, place=place)
+    return _select(sources, ks, targets, writing)
 
 
 def choose_sampled(source: Source, k: int, seed: int) -> Chosen:

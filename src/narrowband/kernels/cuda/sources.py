@@ -17,7 +17,7 @@ from narrowband.kernels.cuda.launching import kernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["COMPENSATE", "MOMENTUM", "NESTEROV", "Source", "look"]
+__all__ = ["AHEAD", "COMPENSATE", "MOMENTUM", "NESTEROV", "Source", "forget_at", "look"]
 
 #: The formula by which an element is computed from arrays a, b, c and numbers f, g; see :class:`Source`. The last three
 #: also write: the new value into the last array, and that array's old value into the first.
@@ -92,3 +92,22 @@ def look(a, b, c, f, g, i, there, KIND: tl.constexpr, WRITE: tl.constexpr):
             if KIND == _NESTEROV:
                 value = value + (value - old) * f
     return value, tl.where(there, value.to(tl.int32, bitcast=True) & MAGNITUDE, -1)
+
+
+@kernel
+def forget_at(now, before, i, there, momentum, NESTEROV: tl.constexpr, MASKING: tl.constexpr):
+    """Change both sums at elements that are sent, as :func:`narrowband.kernels.forget`; return the old ``now`` there.
+
+    One thread may store to a scattered place that another has loaded, so all have to have read before one writes.
+    """
+    was = tl.load(now + i, mask=there, other=0.0)
+    velocity = tl.zeros_like(was)
+    if not MASKING:
+        velocity = tl.load(before + i, mask=there, other=0.0) - was
+    tl.debug_barrier()
+    left = tl.zeros_like(was)
+    if NESTEROV:
+        left = velocity * momentum * -1.0  # not −momentum: Triton may lose the sign of −0 on the way here
+    tl.store(before + i, left, mask=there)
+    tl.store(now + i, left - velocity, mask=there)
+    return was

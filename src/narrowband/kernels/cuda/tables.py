@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "COLUMNS", "COUNTS", "CUT", "DIGITS", "GROUPS", "KNOWN_AT", "LARGEST", "LOW_BITS", "NUMBERS", "NUMBER_FOUND",
-    "NUMBER_OF_TILES", "OUT", "RANK", "ROOM", "ROW_NOTES", "SCRATCH", "SHARED_BY", "SHARES", "SUM", "THRESHOLD",
-    "TILE", "TILES", "TOPS", "VALUES_OUT", "WHOLE", "WORDS", "Chosen", "K", "Target", "Work", "Writing", "amount",
-    "areas", "find_known", "load_array", "load_number", "load_source", "selection_loop",
+    "COLUMNS", "COUNTS", "CUT", "DIGITS", "GONE", "GROUPS", "KNOWN_AT", "LARGEST", "LOW_BITS", "NUMBERS",
+    "NUMBER_FOUND", "NUMBER_OF_TILES", "OLDER", "OUT", "RANK", "ROOM", "ROW_NOTES", "SCRATCH", "SHARED_BY", "SHARES",
+    "SUM", "THRESHOLD", "TILE", "TILES", "TOPS", "VALUES_OUT", "WHOLE", "WORDS", "Chosen", "K", "Target", "Work",
+    "Writing", "amount", "areas", "find_known", "load_array", "load_number", "load_source", "selection_loop",
 ]  # fmt: skip
 
 #: About the most programs for a long tensor: if it has more tiles, each program takes several, one by one.
@@ -55,13 +55,15 @@ selection_loop: Any = triton.jit(do_not_specialize=_UNSPECIFIC)
 SHARES, TILES, GROUPS, WHOLE = range(4)
 #: Arrays of the source, and that which holds the elements once they are written; scratch memory, and counts of
 #: programs; what is written: a largest magnitude, then indices and values, or a payload.
-_A, _B, _C, SUM, SCRATCH, NUMBERS, TOPS, OUT, VALUES_OUT = (tl.constexpr(at) for at in range(4, 13))
+_A, OLDER, _C, SUM, SCRATCH, NUMBERS, TOPS, OUT, VALUES_OUT = (tl.constexpr(at) for at in range(4, 13))
 #: Elements of a row and how many are selected; programs of a row; the rank in a sample that bounds candidates, and the
 #: room for them (0: none are stored); groups and tiles; bits of an index in the lower part, bytes of the upper part and
 #: words of the payload.
 _N, K, SHARED_BY, RANK, ROOM, _SETS, NUMBER_OF_TILES = (tl.constexpr(at) for at in range(13, 20))
 LOW_BITS, CUT, WORDS = (tl.constexpr(at) for at in range(20, 23))
-COLUMNS = tl.constexpr(23)
+#: Where the older sum's values at the selected elements are kept, behind the indices of these.
+GONE = tl.constexpr(23)
+COLUMNS = tl.constexpr(24)
 
 _AHEAD = tl.constexpr(AHEAD)
 
@@ -83,7 +85,7 @@ def load_source(own, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     a = load_array(own, SUM, tl.float32)
     if KIND > _AHEAD:
         a = load_array(own, _A, tl.float32)
-    b = load_array(own, _B, tl.float32)
+    b = load_array(own, OLDER, tl.float32)
     c = load_array(own, _C, tl.float32)
     n = tl.load(own + _N)
     if ALIGNED:
@@ -207,12 +209,15 @@ class Groups(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a selection is written: indices and values; or a payload, and the form of its indices."""
+    """Where a selection is written: indices and values; or a payload, the form of its indices, and where to keep what
+    is forgotten.
+    """
 
     out: Tensor
     values: Tensor
     low_bits: int = 0
     cut: int = 0
+    gone: Tensor | None = None
 
     @classmethod
     def room_for(cls, number: int, on: Tensor) -> Target:
@@ -228,17 +233,19 @@ class Writing(NamedTuple):
         payload: whether payloads are written.
         limit: the largest magnitude with which one is written.
         subtract: whether zeros are written where its elements were.
+        forget: how both sums of a momentum step are changed there: 0: not; 1: to zero; 2: the velocity goes on.
         place: where it is noted that something is not finite.
     """
 
     payload: bool = False
     limit: int = 0x7FFFFFFF
     subtract: bool = False
+    forget: int = 0
     place: Tensor | None = None
 
     @property
     def form(self) -> dict[str, Any]:
-        form = {"PAYLOAD": self.payload, "LIMIT": self.limit}
+        form = {"PAYLOAD": self.payload, "LIMIT": self.limit, "FORGET": self.forget}
         return {**form, "SUBTRACT": self.subtract, "NOTES": self.place is not None}
 
 
@@ -301,11 +308,12 @@ class Work:
         for at, (source, shared, groups) in enumerate(zip(self.sources, self._shared, self.groups, strict=True)):
             rank, room = self.margins[at]
             arrays = (own.data_ptr() for own in (source.a, source.b, source.c, source.total))
-            out, form = (0, 0), (0, 0, 0)
+            out, form = (0, 0), (0, 0, 0, 0)
             if targets:
                 into = targets[at]
                 out = into.out.data_ptr(), into.values.data_ptr()
-                form = into.low_bits, into.cut, into.out.numel() // 4
+                gone = 0 if into.gone is None else into.gone.data_ptr()
+                form = into.low_bits, into.cut, into.out.numel() // 4, gone
             self._segments.add(
                 (shared.programs, groups.tiles, groups.sets, 0 if room else shared.programs),
                 *arrays, scratch, numbers, top, *out, shared.width, self._ks[at], shared.sharers, rank, room,

@@ -65,13 +65,13 @@ def encode_topk(
 ) -> bool:
     finite, at, values = compensate_select_topk(x, residual, k, decay=decay, sampled=sampled, seed=seed)
     if finite:
-        _write(at, values, x.numel(), k, out)
+        write_payload(at, values, x.numel(), k, out)
         if subtract:
             residual[at] = 0.0
     return finite
 
 
-def _write(at: Tensor, values: Tensor, n: int, k: int, out: Tensor) -> None:
+def write_payload(at: Tensor, values: Tensor, n: int, k: int, out: Tensor) -> None:
     number, cut = at.numel(), 4 * k
     end = cut + elias_fano_nbytes(k, n)
     out[4 * number :] = 0
@@ -93,7 +93,7 @@ def encode_topk_all(
             finite &= encode_topk(x, residual, k, out, decay=decay, subtract=True)
         else:
             at = select_topk(x, k)
-            _write(at, x[at], x.numel(), k, out)
+            write_payload(at, x[at], x.numel(), k, out)
             finite &= all_finite(x)
     return finite
 

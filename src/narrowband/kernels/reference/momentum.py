@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from narrowband.kernels.reference.compensation import all_finite
+from narrowband.kernels.reference.compensation import all_finite, restore_all_if, write_payload
 from narrowband.kernels.reference.selection import select_topk
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
-__all__ = ["forget", "momentum_topk"]
+__all__ = ["encode_momentum_topk_all", "forget", "momentum_topk", "remember_all_if"]
 
 
 def momentum_topk(
@@ -48,3 +50,32 @@ def forget(
     before[indices] = sum_left
     now[indices] = sum_left - velocity
     return old
+
+
+def encode_momentum_topk_all(
+    xs: Sequence[Tensor],
+    nows: Sequence[Tensor],
+    befores: Sequence[Tensor],
+    ks: Sequence[int],
+    outs: Sequence[Tensor],
+    *,
+    momentum: float,
+    nesterov: bool = False,
+    masking: bool = True,
+) -> tuple[bool, list[Tensor], list[Tensor]]:
+    every, indices, olds = True, [], []
+    for x, now, before, k, out in zip(xs, nows, befores, ks, outs, strict=True):
+        finite, at, values, _ = momentum_topk(x, now, before, k, momentum=momentum, nesterov=nesterov)
+        if finite:
+            write_payload(at, values, x.numel(), k, out)
+        every &= finite
+        indices.append(at)
+        olds.append(forget(now, before, at, momentum=momentum, nesterov=nesterov, masking=masking))
+    return every, indices, olds
+
+
+def remember_all_if(bad: Tensor, nows: Sequence[Tensor], indices: Sequence[Tensor], olds: Sequence[Tensor]) -> None:
+    values = [now[at] for now, at in zip(nows, indices, strict=True)]
+    restore_all_if(bad, values, olds)
+    for now, at, value in zip(nows, indices, values, strict=True):
+        now[at] = value
