@@ -13,7 +13,7 @@ from narrowband.averaging import step as steps
 from narrowband.collectives.all_gather import AllGather
 from narrowband.errors import PayloadError
 from narrowband.kernels import Findings
-from tests.gradients.training import TINY, compress, flat, loss_of, mlp, residuals, sgd, wrap
+from tests.gradients.training import TINY, compress, flat, loss_of, mlp, residuals, same, sgd, wrap
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 
@@ -116,6 +116,39 @@ def frozen(rank, world_size, spec, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_waits_of_a_parameter_that_is_frozen_is_not_sent(spec, ahead):
     assert run_ranks(frozen, 2, spec, ahead) == [([True, False], None)] * 2
+
+
+@leaves_no_trace
+def lacking(rank, world_size, spec, ahead, averager):
+    """Averages and residuals of steps in which rank 0 sometimes has no gradient; and whether its residual waited."""
+    steps.AHEAD = {"cpu"} if ahead else set()
+    model = mlp()
+    handle = nb.Averager(model, spec, min_numel=64) if averager else compress(model, spec, min_numel=64)
+    averages, waited = [], []
+    for number in range(5):
+        alone = number in (2, 4) and rank == 0
+        model.zero_grad(set_to_none=True)
+        before = residuals(handle)
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * number + rank))
+        (model[1:](x) if alone else model(x[:, :24])).square().mean().backward()
+        assert (model[0].weight.grad is None) is (averager and alone)
+        if averager:
+            handle.average()
+        averages.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())
+        own = {name: value for name, value in residuals(handle).items() if name.endswith("0.weight")}
+        waited.append(bool(number) and all(torch.equal(value, before[name]) for name, value in own.items()))
+    return torch.stack(averages), residuals(handle), waited
+
+
+@pytest.mark.parametrize("averager", [False, True])
+@pytest.mark.parametrize("spec", ["topk:density=0.1+ef", "dgc:density=0.1", "powersgd:rank=1"])
+def test_what_a_rank_has_of_a_parameter_waits_while_it_has_no_gradient(spec, averager):
+    own, theirs = (run_ranks(lacking, 2, spec, ahead, averager) for ahead in (True, False))
+    for rank, ((averages, kept, waited), (expected, its, _)) in enumerate(zip(own, theirs, strict=True)):
+        assert torch.equal(averages, expected)
+        assert same(kept, its)
+        if "powersgd" not in spec:  # what this rank's factors lack of the others' waits with it
+            assert waited == [rank == 0 and number in (2, 4) for number in range(5)]
 
 
 @pytest.mark.parametrize(

@@ -149,20 +149,17 @@ class Averager(Handle):
         groups = list(groups_of(by_tensor, alone=self._is_sparse))
         futures, old = [], set[Tensor]()
         for at, parameters in enumerate(groups):
-            forms = [by_tensor[p].form for p in parameters]
+            forms, absent = [by_tensor[p].form for p in parameters], {p for p in parameters if p.grad is None}
             buffer = end_to_end(parameters, forms, self._sparse)
             if self._waiting is not None:
                 old.update(leave_out(buffer, parameters, forms, self._waiting))
             names = [by_tensor[p].name for p in parameters]
-            futures.append(self.feed(buffer, names, last=at == len(groups) - 1))
+            lacking = {by_tensor[p].name for p in parameters if p in absent or p in old}
+            futures.append(self.feed(buffer, names, last=at == len(groups) - 1, absent=lacking))
         for parameters, future in zip(groups, futures, strict=True):
             deliver(future.wait(), parameters, [by_tensor[p].form for p in parameters], old)
         if self._waiting is not None:
             self._waiting.averaged()
-
-    def _delivers_all(self, *, in_backward: bool) -> bool:
-        """See :meth:`Averaging._delivers_all`. False while parameters are frozen, since these get no average."""
-        return all(p.requires_grad for p in self.layers.parameters.by_tensor)
 
     def _step_facts(self) -> Facts:
         """Return which gradients are sparse: a rank's sparse message must not meet another rank's dense one."""

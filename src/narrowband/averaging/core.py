@@ -300,7 +300,13 @@ class Averaging:
         return self._current is not None
 
     def feed(
-        self, buffer: Tensor, names: Sequence[str], *, last: bool, out: Tensor | None = None
+        self,
+        buffer: Tensor,
+        names: Sequence[str],
+        *,
+        last: bool,
+        out: Tensor | None = None,
+        absent: Collection[str] = (),
     ) -> torch.futures.Future[Tensor]:
         """Average a group of tensors. All ranks must feed the same groups in the same order.
 
@@ -310,6 +316,7 @@ class Averaging:
             names: of the parameters.
             last: whether this group ends the step.
             out: where to write the averages, of the same length as the buffer; by default into the buffer.
+            absent: names of parameters for which the buffer holds zeros because this rank has no gradient.
 
         Returns:
             A future. It is resolved with ``out`` or the buffer when the whole step has been averaged.
@@ -331,7 +338,7 @@ class Averaging:
             step.closed_at = time.perf_counter()
             self._current = None
         step.results.append((future, result))
-        group = Group(buffer, [self.layers.parameters.by_name[name] for name in names], out)
+        group = Group(buffer, [self.layers.parameters.by_name[name] for name in names], out, absent)
         self._engine.post(lambda: step.add(group, last=last))
         return future
 
@@ -383,7 +390,7 @@ class Averaging:
         return step
 
     def _delivers_all(self, *, in_backward: bool) -> bool:
-        """Whether the average of every tensor of the new step will be used, even if this rank's gradient is zero.
+        """Whether a gradient of zeros, in the new step, is one whose average will be used, unless it is ``absent``.
 
         If not, a rank with a zero gradient must send nothing and keep its residual. To test the gradient for zero, the
         host has to wait for the device.

@@ -32,7 +32,7 @@ from narrowband.errors import UnsupportedError
 from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -66,11 +66,13 @@ class Group:
         buffer: flat, or one sparse gradient. The step owns the buffer until the averages have been written.
         parameters: the parameters whose gradients are in the buffer, in order.
         out: a flat tensor of the same length for the averages; None: they are written into ``buffer``.
+        absent: names of parameters of which this rank is known to have no gradient. The buffer has zeros for them.
     """
 
     buffer: Tensor
     parameters: Sequence[Parameter]
     out: Tensor | None = None
+    absent: Collection[str] = ()
 
     def pieces(self) -> Iterator[tuple[Parameter, Tensor, Tensor | None]]:
         """Yield each parameter with its part of the buffer and its part of ``out`` (or None)."""
@@ -319,6 +321,7 @@ class Step:
             if parameter.compressed:
                 layer = layers.layer(parameter.name, self.codec) if self.compressing else layers.uncompressed()
                 operand = self._operand(parameter.name, part, parameter.shape, layer, parameter.index, out)
+                operand.absent = parameter.name in group.absent
                 kind = layer.collective.name, layer.collective.kind_of(layer.codec, operand.dtype)
                 kinds.setdefault(kind, []).append((layer, operand))
             else:

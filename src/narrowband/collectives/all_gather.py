@@ -21,7 +21,7 @@ from narrowband.collectives.traffic import all_gather_nbytes
 from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
@@ -34,11 +34,14 @@ if TYPE_CHECKING:
 __all__ = ["AllGather"]
 
 
-def _alike(operands: Sequence[Operand]) -> list[list[int]]:
-    """Group the indices of operands that have the same codec and feedback; order is kept."""
-    kinds: dict[tuple[Codec, int], list[int]] = {}
+def _alike(operands: Sequence[Operand], without: Collection[str] = ()) -> list[list[int]]:
+    """Group the indices of operands that have the same codec and feedback; order is kept.
+
+    Operands whose keys are in ``without`` have groups of their own.
+    """
+    kinds: dict[tuple[Codec, int, bool], list[int]] = {}
     for at, operand in enumerate(operands):
-        kinds.setdefault((operand.codec, id(operand.feedback)), []).append(at)
+        kinds.setdefault((operand.codec, id(operand.feedback), operand.key in without), []).append(at)
     return [*kinds.values()]
 
 
@@ -100,8 +103,9 @@ class AllGather(Exchange):
 
         Launching kernels takes most of the time here, so one call encodes several operands where the codec can.
         """
-        for own in _alike(operands):
-            codec, feedback, some = operands[own[0]].codec, operands[own[0]].feedback, [operands[at] for at in own]
+        for own in _alike(operands, self._zeros):
+            some = [operands[at] for at in own]
+            codec, feedback = some[0].codec, None if some[0].key in self._zeros else some[0].feedback
             outs = [places[at] for at in own]
             several: dict[str, Any] = {"seeds": [each.seed_of(self.peers.rank) for each in some], "outs": outs}
             xs = [each.x for each in some]

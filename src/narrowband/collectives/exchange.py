@@ -172,9 +172,11 @@ class Exchange(ABC):
         begin = time.perf_counter()
         operands, self._not_encoded = self._not_encoded, []
         self.operands += operands
+        some = [each for each in operands if each.feedback is not None and each.feedback.holds(each.key)]
+        some = [each for each in some if not each.incremental]
+        self._zeros.update(each.key for each in some if each.absent)
         if self.findings is None:
-            some = [each for each in operands if each.feedback is not None and each.feedback.holds(each.key)]
-            some = [each for each in some if not each.incremental]
+            some = [each for each in some if not each.absent]
             zeros = kernels.all_zero_each([each.x for each in some])
             self._zeros.update(each.key for each, zero in zip(some, zeros, strict=True) if zero)
         asked = Findings(operands[0].x.device) if self._asks_once(operands) else None

@@ -147,8 +147,8 @@ class FactorReduce(Exchange):
     # ---- before the first collective ---------------------------------------------------------------------------------
 
     def _encode_all(self, operands: Sequence[Operand]) -> None:
-        zeros = [False] * len(operands)  # where the host does not wait, all take part, as in other exchanges
-        if self.findings is None:
+        zeros = [operand.absent for operand in operands]
+        if self.findings is None:  # where the host does not wait, all others take part, as in other exchanges
             zeros = kernels.all_zero_each([operand.x for operand in operands])
         matrices = [self._matrix(operand, takes_part=not zero) for operand, zero in zip(operands, zeros, strict=True)]
         factored = sorted(

@@ -41,6 +41,8 @@ class Operand:
     seed: Callable[[int], int]
     index: int = 0
     out: Tensor | None = None
+    #: Whether the rank is known to have no gradient; ``x`` is then zero.
+    absent: bool = field(default=False, init=False)
     #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: this rank then
     #: encodes the zeros and keeps its residual, so that a layer that no rank used, whose average DDP ignores, loses
     #: nothing. Incremental feedback always takes part, because the change to zero has to be sent.

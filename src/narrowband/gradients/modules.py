@@ -244,7 +244,7 @@ class ModuleCompression(GradientCompression):
         if at == 0 and self._steps is not None:
             self._steps.averaging()
         group, by_tensor = self._groups[at], self.layers.parameters.by_tensor
-        forms = [by_tensor[p].form for p in group]
+        forms, absent = [by_tensor[p].form for p in group], {p for p in group if p.grad is None}
         with torch.no_grad():
             buffer = end_to_end(group, forms, self._sparse)
             if self._waiting is not None:
@@ -252,11 +252,8 @@ class ModuleCompression(GradientCompression):
             if self._replica is not None:
                 self._tell(buffer, at)
         names = [by_tensor[p].name for p in group]
-        self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1))
-
-    def _delivers_all(self, *, in_backward: bool) -> bool:
-        """See :meth:`Averaging._delivers_all`. False while parameters are frozen, since these get no average."""
-        return all(p.requires_grad for p in self.layers.parameters.by_tensor)
+        lacking = {by_tensor[p].name for p in group if p in absent or p in self._left_out}
+        self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1, absent=lacking))
 
     def _tell(self, buffer: Tensor, at: int) -> None:
         """Look for inf and NaN in a group. At group ``_tells_at``, compare with the replica's ranks, and fill the
