@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 SPECS = (
     "none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.01", "topk:density=0.01+ef",
-    "powersgd:rank=4",
+    "powersgd:rank=4", "dgc:density=0.01", "dgc:density=0.01,nesterov=true,values=fp16",
 )  # fmt: skip
 COMPILING_S = 300.0
 
