@@ -385,15 +385,16 @@ class Averaging:
             finished=self._finished,
         )
         step.raises_later = self._later(step.raise_error)
-        if self._delivers_all(in_backward=step.raises_later):
+        if self._zeros_count(in_backward=step.raises_later):
+            step.zeros_count = True
             step.go_ahead()
         return step
 
-    def _delivers_all(self, *, in_backward: bool) -> bool:
-        """Whether a gradient of zeros, in the new step, is one whose average will be used, unless it is ``absent``.
+    def _zeros_count(self, *, in_backward: bool) -> bool:
+        """Whether a gradient of zeros counts as a gradient in the new step, unless it is ``absent``.
 
-        If not, a rank with a zero gradient must send nothing and keep its residual. To test the gradient for zero, the
-        host has to wait for the device.
+        If not, it may stand for none, and its average may be dropped. So a rank with a zero gradient must send nothing
+        and keep its residual. To test the gradient for zero, the host has to wait for the device.
         """
         return True
 

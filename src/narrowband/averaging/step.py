@@ -205,6 +205,8 @@ class Step:
         #: The device's notes on what is not finite or damaged; None: the host decides about the commit.
         self.findings: Findings | None = None
         self._goes_ahead = False
+        #: Whether a gradient of zeros counts as a gradient. If not, it may stand for none.
+        self.zeros_count = False
         #: Whether the engine broke in this step. Feedback has been rolled back, unless ``torn``.
         self.abandoned = False
         #: Whether the engine broke between the decision to commit the step and its end.
@@ -343,6 +345,7 @@ class Step:
     def _new_exchange(self, layer: Layer, operands: Sequence[Operand]) -> Exchange:
         exchange = layer.collective(operands, self._peers, measure=self._measure, state=layer.state)
         exchange.findings = self.findings
+        exchange.zeros_count = self.zeros_count
         self._exchanges.append(exchange)
         return exchange
 

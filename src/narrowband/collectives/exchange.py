@@ -87,6 +87,9 @@ class Exchange(ABC):
     #: first :meth:`encode`. Then the exchange takes everything as finite and commits; feedback is rolled back on the
     #: device, and the caller writes NaN into the averages of a bad step.
     findings: Findings | None = None
+    #: Whether a gradient of zeros counts as a gradient. If not, it may stand for none: the rank then sends zeros, and
+    #: keeps its residual.
+    zeros_count: bool = False
 
     #: Whether it can encode all tensors of a call before it learns whether they are finite.
     asks_late: ClassVar[bool] = False
@@ -175,7 +178,7 @@ class Exchange(ABC):
         some = [each for each in operands if each.feedback is not None and each.feedback.holds(each.key)]
         some = [each for each in some if not each.incremental]
         self._zeros.update(each.key for each in some if each.absent)
-        if self.findings is None:
+        if not self.zeros_count:
             some = [each for each in some if not each.absent]
             zeros = kernels.all_zero_each([each.x for each in some])
             self._zeros.update(each.key for each, zero in zip(some, zeros, strict=True) if zero)
@@ -349,7 +352,7 @@ class Exchange(ABC):
         """As :meth:`_encode`, without keeping the payload."""
         seed = operand.seed_of(self.peers.rank)
         codec, feedback, x = self._codec(operand), operand.feedback, operand.x
-        # A first gradient of zeros is encoded with feedback, too, so that the state has a residual for every layer.
+        # A first gradient is encoded with feedback, too, so that the state has a residual for every layer.
         if feedback is not None and operand.key not in self._zeros:
             if not self.has_owners:
                 feedback.reclaim_owner_error(operand.key)

@@ -70,8 +70,7 @@ class Matrix:
     values: Tensor
     #: The residual before this step, to roll back to: in the gradient's memory if that is float32.
     before: Tensor | None = None
-    #: Whether this rank's gradient is not exactly zero. Where it is zero, the rank sends zeros, keeps its residual, and
-    #: receives the average.
+    #: Whether this rank has a gradient. If not, it sends zeros, keeps its residual, and receives the average.
     takes_part: bool = True
 
 
@@ -148,7 +147,7 @@ class FactorReduce(Exchange):
 
     def _encode_all(self, operands: Sequence[Operand]) -> None:
         zeros = [operand.absent for operand in operands]
-        if self.findings is None:  # where the host does not wait, all others take part, as in other exchanges
+        if not self.zeros_count:
             zeros = kernels.all_zero_each([operand.x for operand in operands])
         matrices = [self._matrix(operand, takes_part=not zero) for operand, zero in zip(operands, zeros, strict=True)]
         factored = sorted(

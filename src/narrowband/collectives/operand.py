@@ -43,9 +43,10 @@ class Operand:
     out: Tensor | None = None
     #: Whether the rank is known to have no gradient; ``x`` is then zero.
     absent: bool = field(default=False, init=False)
-    #: Whether the feedback took part in this step. It does not where the gradient is exactly zero: this rank then
-    #: encodes the zeros and keeps its residual, so that a layer that no rank used, whose average DDP ignores, loses
-    #: nothing. Incremental feedback always takes part, because the change to zero has to be sent.
+    #: Whether the feedback took part in this step. It does not where the rank has no gradient, or one of zeros that may
+    #: stand for none: this rank then encodes the zeros and keeps its residual, so that a layer that no rank used, whose
+    #: average DDP ignores, loses nothing. Incremental feedback always takes part, because the change to zero has to be
+    #: sent.
     compensated: bool = field(default=False, init=False)
     #: Whether the feedback has been committed.
     committed: bool = field(default=False, init=False)

@@ -91,8 +91,8 @@ class DDPCompression(GradientCompression):
             self._waiting = self._steps.waiting
         hook.attach(self)
 
-    def _delivers_all(self, *, in_backward: bool) -> bool:
-        """See :meth:`Averaging._delivers_all`. False with ``find_unused_parameters``, because DDP drops the averages of
+    def _zeros_count(self, *, in_backward: bool) -> bool:
+        """See :meth:`Averaging._zeros_count`. False with ``find_unused_parameters``, because DDP drops the averages of
         parameters that no rank has used. False without a backward, because a rank that has run out of data (``join``)
         takes part with zeros.
         """
