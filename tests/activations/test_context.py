@@ -344,6 +344,8 @@ def test_a_context_that_is_never_used_says_so(caplog):
     assert "write 'with nb.compress_activations(model):' around the forward pass" in caplog.text
     with pytest.raises(TypeError, match="pass it by its name, as in compress_activations"):
         nb.compress_activations(model, nb.ActivationPolicy(bits=4))
+    with pytest.raises(TypeError, match=r"pass policy=nb.ActivationPolicy.load\('policy.toml'\)"):
+        nb.compress_activations(model, "policy.toml")
 
 
 @pytest.mark.parametrize(

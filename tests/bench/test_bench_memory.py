@@ -55,6 +55,9 @@ class Silent(nn.Linear):
     def forward(self, x):
         return 0.0 * super().forward(x)
 
+def empty(batch):
+    return nn.Linear(4, 4, device="meta"), (torch.zeros(batch, 4),)
+
 def silent(batch):
     return Silent(4, 4), (torch.zeros(batch, 4),)
 """
@@ -92,6 +95,7 @@ def test_a_model_of_ones_own_may_import_what_lies_beside_it_and_give_one_input_b
         ("nowhere.py:build", "there is no file nowhere.py"),
         ("{}:biuld", "has no function 'biuld'"),
         ("{}:wrong", r"wrong\(2\) must return a module and the tuple of its inputs"),
+        ("{}:empty", r"weight of the model has no values \(meta device\)"),
     ],
 )
 def test_what_is_no_model_is_refused(model, name, message):

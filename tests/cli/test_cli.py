@@ -91,6 +91,7 @@ def test_help_has_no_line_that_a_narrow_terminal_would_break_but_commands(narrow
         (("bench", "ddp", "--codecs", "topk:densty=1"), "did you mean 'density'?"),
         (("bench", "kernels", "--numel", "3"), "numel=3"),
         (("demo", "--steps", "0"), "steps=0"),
+        (("demo", "--codecs", "updates", "sign+ef"), 'write them in quotes, "updates sign+ef"'),
         (("demo", "--", "python"), "takes nothing after '--'"),
         (("lab", "--nodes", "2"), "narrowband lab --nodes 4 --rate 200mbit -- python train.py"),
         (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,7 +36,14 @@ def wrong_calls(rank, world_size):
         "per sample, small": refusal(lambda: compress(model, "qsgd:bits=4", small="qsgd:bits=8+aq-sgd")),
         "per sample, by a policy": refusal(lambda: compress(model, nb.Constant("qsgd:bits=4+aq-sgd"))),
     }
+    errors["a path"] = refusal(lambda: compress(model, Path("plan.json")))
+    errors["unknown small"] = refusal(lambda: compress(model, "qsgd:bits=4", small="fuse"))
+    rates = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
+    errors["no optimizer"] = refusal(lambda: compress(model, "dgc", optimizer=rates))
     train(model, rank, range(1))  # none of these has touched the model
+    ended = compress(model, "none")
+    ended.remove()
+    errors["resumed after its end"] = refusal(ended.resume)
     hooked = wrap(mlp())
     hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
     errors["hook"] = refusal(lambda: compress(hooked, "none"))
@@ -69,7 +78,14 @@ def wrong_calls(rank, world_size):
 def test_what_cannot_work_is_an_error_that_says_what_to_do():
     errors = run_ranks(wrong_calls, 1)[0]
     expected = {
-        "no module": ("TypeError", "takes a module that averages nothing by itself, not list"),
+        "no module": (
+            "TypeError",
+            "takes a model in DistributedDataParallel, or one that averages nothing by itself, not",
+        ),
+        "a path": ("TypeError", "pass nb.Plan.load('plan.json')"),
+        "unknown small": ("ValueError", "small='fuse' is neither 'uncompressed' nor 'fused' nor a spec: unknown codec"),
+        "no optimizer": ("TypeError", "optimizer= takes the optimizer that steps the model, not StepLR"),
+        "resumed after its end": ("RuntimeError", "resume: this handle was removed"),
         "unknown codec": ("ValueError", "did you mean 'topk'?"),
         "unknown key": ("ValueError", "did you mean 'density'?"),
         "unknown feedback": ("ValueError", "did you mean 'ef'?"),
@@ -218,11 +234,16 @@ def what_is_said(rank, world_size):
         ("only float64", lambda: nn.Linear(64, 64).double(), {"spec": "topk:density=0.01"}),
         ("one vector", mlp, {"spec": "topk:density=0.01+ef", "min_numel": 10**6, "small": "fused"}),
         ("too dense", mlp, {"spec": "topk:density=1.0", "min_numel": 64}),
+        ("nothing trained", lambda: mlp().requires_grad_(False), {"spec": "topk:density=0.01"}),
+        ("lost", mlp, {"spec": "topk:density=0.01", "min_numel": 64}),
+        ("lost by chance", mlp, {"spec": "randomk:density=0.01", "min_numel": 64}),
+        ("rounded", mlp, {"spec": "qsgd:bits=2", "min_numel": 64}),
         ("worth it", mlp, {"spec": "topk:density=0.01+ef", "min_numel": 64}),
         ("as they are", lambda: mlp(torch.bfloat16), {"spec": "none", "min_numel": 64}),
     ):
         with heard() as messages:
-            handle = compress(model := wrap(make()), **arguments)
+            model = make() if name == "nothing trained" else wrap(make())
+            handle = compress(model, **arguments)
         said[name] = messages
     loss_of(model, 0, rank, torch.bfloat16).backward()
     for layer in handle.layer_stats().values():
@@ -233,7 +254,11 @@ def what_is_said(rank, world_size):
 def test_what_makes_no_sense_is_said_by_one_rank():
     said, others = run_ranks(what_is_said, 2)
     assert not any(others.values())
-    assert said["worth it"] == said["one vector"] == said["as they are"] == []
+    assert said["worth it"] == said["one vector"] == said["as they are"] == said["rounded"] == []
+    assert said["nothing trained"] == ["nothing is averaged: no parameter requires a gradient"]
+    for name, spec in (("lost", "topk:density=0.01"), ("lost by chance", "randomk:density=0.01")):
+        assert len(said[name]) == 1
+        assert f"what it leaves out of a step is lost. Write '{spec}+ef'" in said[name][0]
     assert len(said["nothing to compress"]) == 1
     assert "nothing is compressed" in said["nothing to compress"][0]
     for matrices_of_enough_elements in ("only norms", "only float64"):

@@ -334,6 +334,8 @@ def test_an_empty_or_unknown_command_is_refused() -> None:
         run(LabConfig(), [])
     with pytest.raises(ValueError, match="'no-such-program' was not found"):
         run(LabConfig(), ["no-such-program"])
+    with pytest.raises(ValueError, match=r"write python train\.py"):
+        run(LabConfig(), ["train.py"])
     with pytest.raises(TypeError, match="expected a list of arguments"):
         run(LabConfig(), "python train.py")
 

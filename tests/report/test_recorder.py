@@ -326,6 +326,15 @@ def test_what_is_no_run_is_not_read_and_never_written_to(tmp_path, content, mess
         assert path.read_bytes() == content
 
 
+def test_a_file_that_cannot_be_written_is_an_error_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        nb.Recorder(Still(), tmp_path / "file" / "run.jsonl")
+    nb.Recorder(Still(), tmp_path / "new" / "run.jsonl")
+    with pytest.raises(IsADirectoryError):
+        nb.Recorder(Still(), tmp_path / "new")
+
+
 def test_numbers_that_make_no_sense_are_refused():
     for options in ({"every": 0}, {"layers_every": 0}):
         with pytest.raises(ValueError, match="at least 1"):

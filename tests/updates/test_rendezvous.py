@@ -308,6 +308,8 @@ def test_facts_that_differ_are_named():
     [
         ({"address": "here"}, "address='here' is not host:port"),
         ({"address": "here:"}, "is not host:port"),
+        ({"address": "tcp://here:1"}, "is not host:port"),
+        ({"address": "here:65536"}, "is not host:port"),
         ({"least": 0}, "least=0"),
         ({"least": 3, "begin_with": 2}, "begin_with=2 is less than least=3"),
         ({"grace_s": 0.0}, "grace_s=0.0 must be above 0"),

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
+from os import PathLike
 from typing import Any, cast
 
 import torch
@@ -93,6 +94,9 @@ def compress_activations(
     """
     if isinstance(bits, ActivationPolicy):
         raise TypeError("bits is an ActivationPolicy; pass it by its name, as in compress_activations(model, policy=…)")
+    if isinstance(bits, (str, PathLike)) and str(bits).endswith(".toml"):
+        path = str(bits)
+        raise TypeError(f"{path!r} is a file; if it holds a policy, pass policy=nb.ActivationPolicy.load({path!r})")
     if policy is not None and (bits is not None or options):
         given = ["bits"] * (bits is not None) + list(options)
         raise TypeError(

@@ -467,9 +467,12 @@ class Averaging:
         """
         return self.in_step and not is_in_backward()
 
-    def _check_between_steps(self, what: str) -> None:
+    def _check_not_removed(self, what: str) -> None:
         if self._removed:
             raise RuntimeError(f"{what}: this handle was removed; set up compression again for a new one")
+
+    def _check_between_steps(self, what: str) -> None:
+        self._check_not_removed(what)
         if self._broke_off():
             raise RuntimeError(f"{what}: {BROKE_OFF}")
         if self._open_step is not None and not self._open_step.abandoned:

@@ -159,7 +159,12 @@ class Handle(Averaging):
         self._paused = True
 
     def resume(self) -> None:
-        """Compress again from the next step on. Call on all ranks."""
+        """Compress again from the next step on. Call on all ranks.
+
+        Raises:
+            RuntimeError: the handle was removed.
+        """
+        self._check_not_removed("resume")
         self._paused = False
 
     def remove(self) -> None:

@@ -37,6 +37,9 @@ __all__ = ["Layer", "Layers", "for_gradients"]
 
 log = logging.getLogger(__name__)
 
+#: A codec without feedback that loses this share of what it is given, or more, is warned of.
+_MUCH = 0.5
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:
@@ -111,6 +114,11 @@ class Layers:
         )
         for warning in self.parameters.warnings():
             self.warn_once(warning)
+        if self.parameters.shapes and default.feedback is None and _leaves_out(default.codec):
+            self.warn_once(
+                f"{default} has no feedback: what it leaves out of a step is lost. Write '{default}+ef', which keeps "
+                "it and sends it later"
+            )
         self._prepare()
 
     def warn_once(self, message: str) -> None:
@@ -477,3 +485,11 @@ class Layers:
                     f"the state has {value.numel()} elements for {key!r}, which does not fit this model; the state is "
                     "of another model, or was saved with another feedback or min_numel, or with other parameters frozen"
                 )
+
+
+def _leaves_out(codec: Codec) -> bool:
+    """Return whether a codec leaves out much of what it is given, for good if there is no feedback."""
+    if codec.exact or codec.requantizes:
+        return False
+    by_data = codec.keeps_elements and not codec.fixed_size  # a threshold, which may leave out anything
+    return by_data or _MUCH <= codec.lost_share < 1

@@ -90,6 +90,8 @@ def check_momentum(optimizer: torch.optim.Optimizer, method: State | None, param
 
     Without a method, or with one without momentum, the optimizer is to apply momentum, which DGCSGD does not.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer= takes the optimizer that steps the model, not {type(optimizer).__name__}")
     applied = 0.0 if method is None else method.momentum
     if not applied and not isinstance(optimizer, DGCSGD):
         return

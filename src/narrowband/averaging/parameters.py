@@ -190,6 +190,8 @@ class Parameters:
             f"{parameter.name} ({p.dtype})" for p, parameter in self.by_tensor.items() if p.dtype not in COMPRESSIBLE
         ]
         found = []
+        if not self.by_tensor:
+            return ["nothing is averaged: no parameter requires a gradient"]
         if odd:
             found.append(
                 f"these gradients are sent uncompressed, because codecs take float32, float16 and bfloat16 only: "

@@ -48,6 +48,13 @@ def check_replica(model: nn.Module | Iterable[Tensor], group: dist.ProcessGroup 
     together: set[int] = set()
     for each in ddps_in(model).values() if isinstance(model, nn.Module) else ():
         together |= set(dist.get_process_group_ranks(each.process_group))
+    if both := sorted(others & together):
+        raise UnsupportedError(
+            f"DistributedDataParallel averages the gradients of this model with ranks {both} already, uncompressed, in "
+            "every step. Leave it out: pass the module itself, and train that. Or, if it is for the ranks of one "
+            "machine, give it the process_group of these, and pass the process_group of one rank in each machine here"
+        )
+    together = set()
     for p in model.parameters() if isinstance(model, nn.Module) else model:
         if hasattr(p, "device_mesh"):
             together |= set(p.device_mesh.mesh.flatten().tolist())

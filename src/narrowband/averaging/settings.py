@@ -97,7 +97,7 @@ class Settings:
         if message_nbytes < 0 or early_nbytes < 0:
             raise ValueError(f"message_nbytes={message_nbytes} and early_nbytes={early_nbytes} must not be negative")
         brings = chosen.feedback if chosen.feedback is not None and chosen.feedback.collective is not None else None
-        for_small = for_gradients(small).feedback if small not in ("uncompressed", "fused") else brings
+        for_small = _of_small(small).feedback if small not in ("uncompressed", "fused") else brings
         if small != "uncompressed" and for_small is not None and for_small.collective is not None:
             raise UnsupportedError(
                 f"{for_small.name} averages matrices only, by a collective of its own, and cannot compress the vector "
@@ -178,3 +178,10 @@ class Settings:
                 "optimizer=…"
             )
         return replace(self, rates=optimizer)
+
+
+def _of_small(small: str | Codec) -> Compression:
+    try:
+        return for_gradients(small)
+    except ValueError as error:
+        raise ValueError(f"small={small!r} is neither 'uncompressed' nor 'fused' nor a spec: {error}") from None

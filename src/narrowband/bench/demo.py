@@ -107,6 +107,8 @@ class Config:
             raise ValueError(f"learning_rate={self.learning_rate} must be a number above 0")
         check_seed(self.seed)
         for spec in self.codecs:
+            if spec == _UPDATES.strip():
+                raise ValueError('updates and the spec behind it are one word: write them in quotes, "updates sign+ef"')
             compression(spec.removeprefix(_UPDATES))
 
     def specs(self) -> tuple[str, ...]:

@@ -90,6 +90,9 @@ def subject(name: str, batch: int) -> Subject:
             f"{name}: {function}({batch}) must return a module and the tuple of its inputs, such as model, (x,)"
         )
     model, inputs = made
+    empty = [each for each, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
+    if empty:
+        raise ValueError(f"{name}: {empty[0]} of the model has no values (meta device); build the model on the CPU")
     return model, inputs if isinstance(inputs, tuple) else (inputs,)
 
 

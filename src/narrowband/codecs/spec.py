@@ -72,7 +72,8 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
         raise TypeError(f"a {what} spec is a string such as {_example(kinds)!r}, not {type(text).__name__}")
     name, colon, rest = text.strip().partition(":")
     if name not in kinds:
-        raise ValueError(f"unknown {what} {name!r} in {text!r}{_nearest(name, kinds)}; there are: {', '.join(kinds)}")
+        among = "" if name == text else f" in {text!r}"
+        raise ValueError(f"unknown {what} {name!r}{among}{_nearest(name, kinds)}; there are: {', '.join(kinds)}")
     kind = kinds[name]
     if colon and not rest:
         raise ValueError(f"{text!r} ends with ':'; write {name!r}, or {name}:key=value with {_keys(kind)}")
@@ -85,7 +86,10 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
         key, equals, value = pair.partition("=")
         key = key.strip()
         if key not in keys:
-            raise ValueError(f"{name} has no key {key!r} (in {text!r}){_nearest(key, keys)}; it has: {_keys(kind)}")
+            write = "" if equals or not keys else f", and a value stands behind its key: {name}:{next(iter(keys))}=…"
+            raise ValueError(
+                f"{name} has no key {key!r} (in {text!r}){_nearest(key, keys)}; it has: {_keys(kind)}{write}"
+            )
         if not equals or not value.strip():
             raise ValueError(f"{key!r} in {text!r} needs a value: {key}=…")
         if key in values:

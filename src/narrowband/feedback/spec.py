@@ -6,6 +6,7 @@ Examples are ``topk:density=0.01+ef`` and ``dgc:density=0.001``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import TYPE_CHECKING, TypeAlias
 
 from narrowband import codecs
@@ -148,6 +149,10 @@ def compression(spec: str | Codec | Compression | State) -> Compression:
         return spec
     if isinstance(spec, State):
         return Compression(spec.codec, spec)
+    if isinstance(spec, PathLike):
+        raise TypeError(
+            f"{str(spec)!r} is a path, not a spec; if the file holds a plan, pass nb.Plan.load({str(spec)!r})"
+        )
     if not isinstance(spec, str):
         return Compression(codecs.codec(spec))
     if spec.endswith(".json"):

@@ -122,7 +122,10 @@ def compress_gradients(
 
     def prepared() -> Settings:
         if averages := what_it_is(model):
-            raise TypeError(f"compress_gradients takes a module that averages nothing by itself, not {averages}")
+            raise TypeError(
+                "compress_gradients takes a model in DistributedDataParallel, or one that averages nothing by itself, "
+                f"not {averages}"
+            )
         settings = Settings.of(
             spec,
             min_numel=min_numel,

@@ -113,7 +113,8 @@ def run(
     overrides = {str(name): str(value) for name, value in (env or {}).items()}
     base = _base_environment() | overrides
     if shutil.which(command[0], path=base.get("PATH")) is None:
-        raise ValueError(f"command {command[0]!r} was not found or is not executable; give its path or correct PATH")
+        advice = f"write python {command[0]}" if command[0].endswith(".py") else "give its path or correct PATH"
+        raise ValueError(f"command {command[0]!r} was not found or is not executable; {advice}")
     rank_env = [rank_environment(config, rank) | overrides for rank in range(config.ranks)]
     reply = _supervise(config, command, base, rank_env, stdout, stderr)
     if "problems" in reply:

@@ -70,6 +70,7 @@ class Recorder:
 
     Raises:
         ValueError: ``every`` or ``layers_every`` is below 1, or the file holds something else.
+        OSError: the file cannot be written.
         TypeError: the writer is neither of the two.
 
     Example:
@@ -111,6 +112,9 @@ class Recorder:
             if earlier is not None and earlier.steps:
                 self._last = earlier.last
                 self._most = earlier.last + (0 if earlier.ended else every - 1)
+        if self._path is not None:  # now, and not after a step of training, it turns out that it cannot be written
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.open("ab").close()
         self._taken_before = _taken(handle) or 0
         self._file: Any = None
         self._waiting = bytearray()  # lines that are not written yet, because the disk was full
@@ -221,7 +225,6 @@ class Recorder:
         if self._path is None:
             return
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             torn = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
             self._file = self._path.open("ab", buffering=0)
             if torn and self._path.stat().st_size:

@@ -100,7 +100,7 @@ class Rendezvous:
 
     def __post_init__(self) -> None:
         host, port = _host_and_port(self.address)
-        if not (host and port.isdigit()):
+        if not (host and port.isdigit() and 0 < int(port) < 1 << 16) or "/" in host:
             raise ValueError(f"address={self.address!r} is not host:port, such as 10.0.0.1:{DEFAULT_PORT}")
         if self.least < 1:
             raise ValueError(f"least={self.least} must be at least 1: the number of peers that a round needs")
