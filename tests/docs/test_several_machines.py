@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 
 import pytest
 
+import narrowband as nb
+from narrowband.collectives import all_reduce_nbytes
+from narrowband.collectives.choice import LayerCollectives
 from tests.docs import commands, pages
 
 PAGE = pages.read(pages.ROOT / "docs" / "how-to" / "several-machines.md")
@@ -42,3 +46,18 @@ def test_the_job_for_kubernetes_is_one(tmp_path):
     assert f"--nnodes {job['spec']['completions']} " in line
     assert f"--master-addr {job['metadata']['name']}-0.{pod['subdomain']} " in line
     check_torchrun(line, tmp_path)
+
+
+def test_a_small_model_sends_less_by_as_much_as_the_page_says():
+    """Payloads of its model are gathered on four ranks, and those of a larger one are added up on their way."""
+    spec = nb.compression("qsgd:bits=4")
+
+    def times_less(*shapes, small=0):
+        chosen = LayerCollectives([(spec, shape) for shape in shapes], size=4)
+        raw = sum(all_reduce_nbytes(4 * math.prod(shape), 4) for shape in shapes)
+        uncompressed = all_reduce_nbytes(4 * small, 4)
+        return (raw + uncompressed) / (sum(chosen.sent_nbytes(spec, shape) for shape in shapes) + uncompressed)
+
+    page = (pages.ROOT / "docs" / "how-to" / "several-machines.md").read_text()
+    assert f"here {times_less((256, 64), (10, 256), small=266):.1f} times less was sent" in page
+    assert f"A larger\nmodel sends {times_less((1000, 1000)):.1f} times less" in page
