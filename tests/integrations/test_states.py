@@ -142,11 +142,13 @@ def found_and_clipped(rank, world_size):
         refusal(lambda: check_clipping(handle, 0.5, "clip_val")),
         refusal(lambda: ddp_in(mlp(), "wrap it")),
         refusal(lambda: ddp_in(nn.Sequential(ddp, wrap(mlp())), "wrap one")),
+        refusal(lambda: ddp_in([ddp], "wrap it")),
     ]
 
 
 def test_a_model_that_is_not_wrapped_and_sums_that_would_be_clipped_are_refused():
-    for clipped, bare, several in run_ranks(found_and_clipped, 2):
+    for clipped, bare, several, no_model in run_ranks(found_and_clipped, 2):
+        assert no_model == ("TypeError", "compression needs the model that the trainer has wrapped, not list; wrap it")
         assert clipped[0] == bare[0] == several[0] == "UnsupportedError"
         assert "clip_val=0.5 would clip the averages, which with dgc are sums of many gradients" in clipped[1]
         assert "has a Sequential without one; wrap it" in bare[1]

@@ -342,6 +342,13 @@ def test_what_would_train_uncompressed_or_forget_residuals_is_refused(tmp_path):
         assert steps == STEPS // 2
 
 
+def test_a_model_in_the_place_of_the_trainer_is_refused():
+    from narrowband.integrations.transformers import compress_gradients
+
+    with pytest.raises(TypeError, match="takes the Trainer here, not Linear; for a model in DistributedDataParallel"):
+        compress_gradients(torch.nn.Linear(2, 2), SPEC)
+
+
 def test_the_example_learns_and_sends_less(tmp_path):
     words = ("train_transformers.py", "--steps", "20", "--folder", str(tmp_path))
     losses, ratio = learned(on_two_ranks(example, *words)[0])

@@ -70,6 +70,7 @@ def compress_gradients(
         The callback. Its ``handle`` exists when training has begun.
 
     Raises:
+        TypeError: it is no Trainer.
         RuntimeError: training has begun.
         UnsupportedError: ``enable_jit_checkpoint`` is set, and this version of Transformers implements it in an unknown
             way.
@@ -79,6 +80,11 @@ def compress_gradients(
         >>> trainer.train()
         >>> print(compression.handle.stats().total.ratio)
     """
+    if not hasattr(trainer, "is_in_train"):
+        raise TypeError(
+            f"compress_gradients takes the Trainer here, not {type(trainer).__name__}; for a model in "
+            "DistributedDataParallel there is nb.compress_gradients"
+        )
     if trainer.is_in_train:
         raise RuntimeError("this Trainer has begun to train: call compress_gradients before trainer.train()")
     callback = CompressGradients(trainer, spec, strict, options)

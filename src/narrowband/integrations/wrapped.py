@@ -24,8 +24,13 @@ def ddp_in(model: nn.Module, advice: str) -> DistributedDataParallel:
         advice: what to do if there is none, for the error.
 
     Raises:
+        TypeError: it is no module.
         UnsupportedError: there is none, or more than one.
     """
+    if not hasattr(model, "named_modules"):
+        raise TypeError(
+            f"compression needs the model that the trainer has wrapped, not {type(model).__name__}; {advice}"
+        )
     found = list(ddps_in(model).values())
     if len(found) == 1:
         return found[0]
