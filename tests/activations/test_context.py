@@ -528,3 +528,28 @@ def test_a_model_without_memory_runs_as_it_does_without_the_context():
     y.sum().backward()
     assert saved.kept_bytes == saved.raw_bytes
     assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
+
+
+class Doubled(nn.Module):
+    """A ReLU whose result is changed after backward's part of it was saved, in place or not."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.first, self.in_place = nn.Linear(64, 128), in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).relu()
+        return y.mul_(-2.0) if self.in_place else y * -2.0
+
+
+def test_the_result_of_a_relu_may_be_modified_in_place():
+    gradients = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        model, x = Doubled(in_place=in_place), torch.randn(64, 64)
+        with nb.compress_activations(model, bits=8, rounding="nearest"):
+            loss = model(x).square().sum()
+        loss.backward()
+        gradients.append(model.first.weight.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0].any()
