@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from narrowband.transport import RanksLostError
+from narrowband.transport.datagram import Kind
 from narrowband.transport.membership import Limits, Membership
 from narrowband.transport.multicast import Multicast
 from narrowband.transport.probe import Session
@@ -114,25 +115,33 @@ def test_a_rank_that_has_closed_is_named_at_once():
     assert any("rank 2 closed the transport before exchange 2" in message for _, message in others)
 
 
+def interrupted(multicast, exchange):
+    """Press Ctrl-C as soon as the exchange is under way."""
+    main = threading.get_ident()
+
+    def press_ctrl_c():
+        wait_for(lambda: multicast._loop._request)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    presses = threading.Thread(target=press_ctrl_c)
+    presses.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            exchange()
+    finally:
+        presses.join()
+        signal.signal(signal.SIGINT, before)
+
+
 def interrupt(rank, world):
     sizes = [100_000] * world
     with transport(mtu=ETHERNET) as multicast:
         if rank == 0:
-            incoming, main = places(rank, sizes), threading.get_ident()
-
-            def press_ctrl_c():
-                wait_for(lambda: multicast._loop._request)
-                signal.pthread_kill(main, signal.SIGINT)
-
-            before = signal.signal(signal.SIGINT, signal.default_int_handler)
-            presses = threading.Thread(target=press_ctrl_c)
-            presses.start()
-            try:
-                with pytest.raises(KeyboardInterrupt):
-                    multicast.exchange(content(rank, sizes[0]), incoming, everything(rank, sizes))
-            finally:
-                presses.join()
-                signal.signal(signal.SIGINT, before)
+            incoming = places(rank, sizes)
+            interrupted(
+                multicast, lambda: multicast.exchange(content(rank, sizes[0]), incoming, everything(rank, sizes))
+            )
             with pytest.raises(RuntimeError, match="closed"):
                 multicast.exchange(content(rank, sizes[0]), incoming, everything(rank, sizes))
             dist.barrier()
@@ -145,6 +154,93 @@ def interrupt(rank, world):
 
 def test_after_ctrl_c_nothing_is_written_and_the_others_know():
     assert run_ranks(interrupt, 2, timeout_s=LIMIT_S) == [False, None]
+
+
+class WithoutChunks(MulticastSocket):
+    """Rank 1 gets no chunk of rank 0 in exchange 2."""
+
+    def receive(self):
+        while (raw := super().receive()) is not None:
+            is_lost = raw[1] == Kind.DATA and raw[2:4] == b"\0\0" and int.from_bytes(raw[8:16], "big") == 2
+            if dist.get_rank() != 1 or not is_lost:
+                return raw
+        return None
+
+
+def leave_while_another_lacks_chunks(rank, world, how):
+    """Rank 0 finishes exchange 2 and leaves in exchange 3, as rank 1 still waits for its chunks of exchange 2."""
+    sizes = [10_000] * world
+
+    def exchange(mine=10_000):
+        multicast.exchange(content(rank, mine), places(rank, sizes), everything(rank, sizes))
+
+    with transport(WithoutChunks, mtu=ETHERNET) as multicast:
+        exchange()
+        if rank == 1:
+            with pytest.raises(RanksLostError) as caught:
+                exchange()
+            return caught.value.ranks, str(caught.value)
+        exchange()
+        if rank == 2:
+            with pytest.raises(RuntimeError):
+                exchange(mine=10_000 + (how == "error"))
+        elif how == "error":
+            with pytest.raises(RuntimeError, match="rank 2 sends a buffer of another size"):
+                exchange()
+        else:
+            interrupted(multicast, exchange)
+        return None
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "error"])
+def test_a_rank_that_leaves_while_another_lacks_chunks_of_an_earlier_exchange_is_named_at_once(how):
+    _, (ranks, said), _ = run_ranks(leave_while_another_lacks_chunks, 3, how, timeout_s=LIMIT_S)
+    assert ranks == (0,)
+    assert "rank 0 closed the transport before this rank had all of exchange 2" in said
+
+
+class WithoutStatuses(MulticastSocket):
+    """Rank 0 gets no status of rank 1."""
+
+    def receive(self):
+        while (raw := super().receive()) is not None:
+            if dist.get_rank() != 0 or raw[1] != Kind.STATUS or raw[2:4] != b"\0\1":
+                return raw
+        return None
+
+
+def leave_with_all_it_wants(rank, world):
+    """Rank 1 wants the first chunk of rank 0 only, has it, and leaves; rank 0 never hears how far it is."""
+    sizes = [400_000, 10, 10]
+    wanted = everything(rank, sizes)
+    if rank == 1:
+        wanted[0] = [(0, 10)]
+    with transport(WithoutStatuses, mtu=ETHERNET) as multicast:
+        incoming = places(rank, sizes)
+        multicast.exchange(content(rank, sizes[rank]), incoming, wanted)
+        return incoming[0]
+
+
+def test_a_rank_that_has_left_with_all_it_wants_holds_up_no_window():
+    _, _, received = run_ranks(leave_with_all_it_wants, 3, timeout_s=LIMIT_S)
+    assert torch.equal(received, content(0, 400_000))
+
+
+def close_meanwhile(rank, world):
+    """Rank 0 closes in another thread while it waits for what rank 1 never sends."""
+    sizes = [10_000] * world
+    with transport(mtu=ETHERNET) as multicast:
+        if rank == 0:
+            closes = threading.Thread(target=lambda: (wait_for(lambda: multicast._loop._request), multicast.close()))
+            closes.start()
+            with pytest.raises(RuntimeError, match="closed"):
+                multicast.exchange(content(rank, sizes[0]), places(rank, sizes), everything(rank, sizes))
+            closes.join()
+        dist.barrier()
+
+
+def test_an_exchange_that_another_thread_closes_does_not_return_as_if_it_were_complete():
+    run_ranks(close_meanwhile, 2, timeout_s=LIMIT_S)
 
 
 def interrupt_at_once(rank, world):

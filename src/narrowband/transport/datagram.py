@@ -19,7 +19,8 @@ kind        index                                          payload
 ``DATA``    chunk of the sender's buffer                   the chunk; all but the last have the session's chunk size
 ``STATUS``  serial number; older ones are ignored          how far the sender has got with each rank's buffer (`Status`)
 ``POLL``    how many chunks have been sent                 none; asks for a status
-``BYE``     0                                              ranks at fault, 2 bytes each; none for an ordinary goodbye
+``BYE``     0                                              ranks at fault, 2 bytes each; if these are others, the sender
+                                                           still sends repairs, until it says goodbye without any
 ``LOST``    1 if it may not return any more, else 0        the rank that the others go on without, 2 bytes
 ``RETURN``  0                                              none; the sender is the lost rank, and asks to be let back
 ==========  =============================================  ============================================================

@@ -31,6 +31,7 @@ __all__ = ["EventLoop"]
 log = logging.getLogger(__name__)
 
 _CHECK_S = 0.25
+_CLOSED = "the multicast transport is closed"
 
 
 @dataclass
@@ -94,7 +95,7 @@ class EventLoop:
         if self.error is not None:
             raise self.error
         if self._closing:
-            raise RuntimeError("the multicast transport is closed")
+            raise RuntimeError(_CLOSED)
         try:
             self._posted = request
             self._call()
@@ -149,6 +150,7 @@ class EventLoop:
                 self._wake = None
             for request in (self._request, self._posted, self._rejoining):
                 if request is not None:
+                    self.error = self.error or RuntimeError(_CLOSED)  # its caller did not close it
                     request.done.set()
 
     def _loop(self, wake: int) -> None:
@@ -257,7 +259,7 @@ class EventLoop:
         """Drop buffers that are complete everywhere. End the exchange if it is complete here. Raise if a rank is lost,
         or others say so.
         """
-        self._repair.forget_complete()
+        self._repair.forget_complete(now)
         request, verdict = self._request, self._members.verdict
         if request is None:
             return

@@ -88,6 +88,7 @@ class Membership:
         self._returns = 0  # how often a rank was let back in
         self._for_good = False  # this rank is outside, and may not return
         self._closed: dict[int, int] = {}  # ranks that have closed: the last exchange they finished
+        self._left: set[int] = set()  # those of them that send nothing any more, not even repairs
         self._heard_at = [0.0] * self._size
         self._brought_at = [0.0] * self._size
         self._held_up_at = [0.0] * self._size
@@ -123,6 +124,10 @@ class Membership:
         gone = tuple(peer for peer in peers if self._closed.get(peer, number) < number)
         if gone:
             raise RanksLostError(f"{names_of(gone)} closed the transport before exchange {number % VIEW}", gone)
+        if left := tuple(peer for peer in peers if peer in self._left):
+            raise RanksLostError(
+                f"{names_of(left)} closed the transport before this rank had all of exchange {number % VIEW}", left
+            )
         waited = {peer: now - max(began_at, self._brought_at[peer]) for peer in peers}
         listened = max(began_at, self.attentive_since)
         silent = tuple(peer for peer in peers if self._gave_no_sign(peer, now - listened, now))
@@ -214,11 +219,13 @@ class Membership:
         self.verdict = -1, error
 
     def hear_goodbye(self, datagram: Datagram) -> None:
-        """Take in that a rank has left after an exchange that it had finished. If it names ranks at fault, this rank's
-        exchanges fail after that one.
+        """Take in that a rank has closed after an exchange that it had finished. If it names ranks at fault, this
+        rank's exchanges fail after that one; if these are others, it still sends repairs of exchanges up to that one.
         """
         self._closed[datagram.sender] = datagram.exchange
         ranks = ranks_of(datagram.payload, self._size)
+        if not ranks or datagram.sender in ranks:
+            self._left.add(datagram.sender)
         if not ranks or self.verdict is not None:
             return
         if self._rank in ranks:

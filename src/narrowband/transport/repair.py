@@ -101,7 +101,7 @@ class Repair:
             return False
         self.finished = number
         del self._receiving[number]
-        if self._is_complete(sending):
+        if sending.complete:
             self._forget(number)
         else:
             sending.keep()
@@ -114,10 +114,15 @@ class Repair:
         self._forget(self.begun)
         self._receiving.pop(self.begun, None)
 
-    def forget_complete(self) -> None:
-        """Drop buffers that are complete everywhere."""
-        for number in [number for number, sending in self._sending.items() if self._is_complete(sending)]:
-            if number <= self.finished:
+    def forget_complete(self, now: float) -> None:
+        """Drop buffers that are complete everywhere. A rank that has closed has all of the exchanges that it finished,
+        even if its last statuses were lost.
+        """
+        for number, sending in list(self._sending.items()):
+            for peer in sending.waiting:
+                if self._members.has_closed(peer, number):
+                    sending.heard(peer, 0, True, now)
+            if sending.complete and number <= self.finished:
                 self._forget(number)
 
     def enter_view(self) -> None:
@@ -152,9 +157,6 @@ class Repair:
         """Return the times at which something must be sent or checked."""
         checks = [each.check_at for each in self._receiving.values() if each.check_at is not None]
         return [*self._status_due.values(), *self._poll_due.values(), *checks]
-
-    def _is_complete(self, sending: Sending) -> bool:
-        return sending.complete or all(self._members.has_closed(peer, sending.number) for peer in sending.waiting)
 
     def _forget(self, number: int) -> None:
         for each in (self._sending, self._serials, self._poll_due, self._patience):
