@@ -370,6 +370,95 @@ def test_where_one_shard_is_not_finite_the_feedback_of_all_stays(ranks, spec):
         assert not all(torch.equal(before[name], later[name]) for name in before)
 
 
+class Joined(nn.Module):
+    """A matrix that every batch uses, and two that it uses together or not at all. The gradients of these two are parts
+    of one tensor: what backward computes for the concatenated matrix, or what FSDP2 has reduced of their unit.
+    """
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.always = nn.Linear(24, 24, bias=False)
+        self.first, self.second = (nn.Parameter(torch.randn(12, 24) / 5) for _ in range(2))
+
+    def forward(self, x, both):
+        y = self.always(x)
+        return y + x @ torch.cat([self.first, self.second]).t() if both else y
+
+
+class Joining:
+    """A loop over that model, averaged by the handle of a ``plain`` or ``sharded`` module, or by an ``averager``."""
+
+    def __init__(self, rank, world_size, kind):
+        self.model, options = Joined(), {"min_numel": 64}
+        if kind != "plain":
+            mesh = mesh_of(world_size, 1)
+            for each in (self.model.always, self.model):
+                fully_shard(each, mesh=mesh["shards"])
+            options["process_group"] = mesh["nodes"].get_group()
+        averaging = nb.Averager if kind == "averager" else nb.compress_gradients
+        self.handle = averaging(self.model, "topk:density=0.1+ef", **options)
+        parts = ([self.model.always.weight], [self.model.first, self.model.second])
+        self.optimizers = [torch.optim.SGD(part, lr=0.05) for part in parts]
+        self.averages, self.rank = kind == "averager", rank
+
+    def step(self, at, *, both, stepping=2):
+        """Average, and step so many of the optimizers. Nothing is cleared."""
+        x, y = data(at, self.rank, outputs=24)
+        (self.model(x, both) - y).square().mean().backward()
+        if self.averages:
+            self.handle.average()
+        for optimizer in self.optimizers[:stepping]:
+            optimizer.step()
+
+    def held(self):
+        return {name: x.clone() for name, x in self.handle.state_dict()["feedback"].items() if "always" not in name}
+
+
+def with_old_gradients(rank, world_size, kind):
+    """A matrix is frozen, and has the gradient of a step before. Of those that lie beside it one rank has a new one."""
+    loop = Joining(rank, world_size, kind)
+    loop.step(0, both=True)
+    old = local(loop.model.first.grad).clone()
+    loop.model.first.requires_grad_(False)
+    loop.step(1, both=rank == 0)
+    return whole(loop.model), torch.equal(local(loop.model.first.grad), old)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "averager", "plain"])
+def test_an_old_gradient_of_what_is_frozen_stays_on_all_nodes(kind):
+    """Ranks that took it for a new one, and others that did not, would step with different ones."""
+    answers = run_ranks(with_old_gradients, 2, kind)
+    for parameters, kept in answers:
+        assert torch.equal(parameters, answers[0][0])
+        assert kept
+
+
+def with_averages_of_old_gradients(rank, world_size, kind):
+    """Averages of two matrices are thrown away twice. The second time, one rank has only their old gradients. Whether
+    it has what feedback held before.
+    """
+    loop = Joining(rank, world_size, kind)
+    for at in range(3):
+        loop.step(at, both=True, stepping=1 if at == 1 else 2)
+        if at == 1:
+            loop.optimizers[1].zero_grad()
+    before = loop.held()
+    loop.step(3, both=rank == 0, stepping=1)
+    between = loop.held()
+    loop.optimizers[1].zero_grad()
+    for p in (loop.model.first, loop.model.second):
+        p.requires_grad_(False)
+    loop.step(4, both=False)
+    after = loop.held()
+    return [all(torch.equal(before[name], x[name]) for name in before) for x in (between, after)], bool(before)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "averager", "plain"])
+def test_averages_of_old_gradients_may_be_thrown_away_too(kind):
+    assert run_ranks(with_averages_of_old_gradients, 2, kind) == [([True, True], True)] * 2
+
+
 def refused(rank, world_size):
     from torch.distributed._composable.replicate_with_fsdp import replicate
 

@@ -159,7 +159,7 @@ class Averager(Handle):
         for parameters, future in zip(groups, futures, strict=True):
             deliver(future.wait(), parameters, [by_tensor[p].form for p in parameters], old)
         if self._waiting is not None:
-            self._waiting.averaged()
+            self._waiting.averaged(old)
 
     def _step_facts(self) -> Facts:
         """Return which gradients are sparse: a rank's sparse message must not meet another rank's dense one."""

@@ -208,8 +208,13 @@ class Layers:
         return self._other_states[name]
 
     def state_of_parameter(self, name: str) -> State | None:
-        """Return the feedback that a parameter's average changes: of small parameters, only what observes all."""
-        return self._state_of(self.spec_for(name)) if self.parameters.by_name[name].compressed else self.observer
+        """Return the feedback that a parameter's average changes: of small parameters, only what observes all; of
+        parameters that this rank has no shard of, none.
+        """
+        own = self.parameters.by_name.get(name)
+        if own is None:
+            return None
+        return self._state_of(self.spec_for(name)) if own.compressed else self.observer
 
     def collective_for(self, chosen: Compression) -> type[Exchange]:
         """Return the collective for payloads of this codec and feedback."""

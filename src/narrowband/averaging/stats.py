@@ -54,6 +54,8 @@ class StepStats(StepRecord):
         skipped: steps in which a compressed gradient was inf or NaN on some rank. They changed no residual. Their
             averages are not finite, so that a gradient scaler skips the step on all ranks. Such steps are not counted
             for ``none``, ``fp16`` and ``bf16`` without feedback, although their averages are not finite, either.
+            Without feedback the ranks that shard a model with FSDP2 do not tell each other, so only those count the
+            step that have a shard which was not finite.
         relative_error: ``‖p − C(p)‖² / ‖p‖²`` over all compressed gradients p (with feedback: the residual
             included), of the latest step that measured it (the first, and every 50th); None before.
     """

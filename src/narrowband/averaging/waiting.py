@@ -213,8 +213,15 @@ class Waiting:
         elif self._hooks and not (self._waiting or self.keeps or self._watches):
             self._unhook()
 
-    def averaged(self) -> None:
-        """Note that averages were written into the gradients."""
+    def averaged(self, besides: Collection[Tensor] | None = None) -> None:
+        """Note that averages were written into the gradients.
+
+        Args:
+            besides: parameters whose gradients kept what they held; None: versions tell of what was written.
+        """
+        if besides is not None and self._used_up:
+            kept = set(map(id, besides))
+            self._used_up = {key: found for key, found in self._used_up.items() if key in kept}
         self._arrived = self._fresh = True
         self._asked = self._has_looked = False
         if self._old == "assigned":
@@ -354,10 +361,19 @@ class Waiting:
     def _use_up(self, parameters: Sequence[Tensor]) -> None:
         """Note the gradients with which an optimizer has stepped. :func:`_version` is written out here, because this
         runs in every step.
+
+        The shards that FSDP2 reduces in one message are parts of one tensor, and so is what backward computes for
+        tensors that were concatenated. A write to any part would change the versions of all. So each gets a version of
+        its own.
         """
         for p in parameters:
             if (gradient := p.grad) is not None:
                 shard: Tensor = getattr(gradient, "_local_tensor", gradient)
+                if self._old != "hooks" and not shard.is_sparse and shard.untyped_storage().nbytes() > shard.nbytes:
+                    if shard is gradient:
+                        p.grad = gradient = shard = shard.data
+                    else:
+                        gradient._local_tensor = shard = shard.data  # type: ignore[attr-defined]  # noqa: SLF001 - its shard
                 self._used_up[id(p)] = weakref.ref(gradient), shard._version
         if self._reached:
             self._reached.difference_update(map(id, parameters))

@@ -291,7 +291,7 @@ class ModuleCompression(GradientCompression):
                 for group, future in zip(self._groups, self._futures, strict=True):
                     deliver(future.wait(), group, [by_tensor[p].form for p in group], self._left_out)
                 if self._steps is not None:
-                    self._steps.waiting.averaged()
+                    self._steps.waiting.averaged(self._left_out)
         finally:
             self._reset()
         module = self._module()
