@@ -19,6 +19,7 @@ from narrowband.averaging.replicas import check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.waiting import Waiting, follow
 from narrowband.collectives import group_or, waiting_in
+from narrowband.compiler import unseen
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -117,6 +118,8 @@ class Averager(Handle):
             scaled = grad_scaler is not None and grad_scaler.is_enabled()
             self._waiting = Waiting(self, named, old="assigned", scaled=scaled, instead=instead)
             follow(self._waiting)
+            if isinstance(tensors, nn.Module) and any(hasattr(p, "device_mesh") for _, p in named):
+                _tell_of_backward(tensors, self._waiting)
 
     @torch.no_grad()
     def average(self) -> None:
@@ -205,6 +208,26 @@ def _named(tensors: object) -> list[tuple[str, Tensor]]:
             "as in [('first.' + name, p) for name, p in first.named_parameters()]"
         )
     return found
+
+
+def _tell_of_backward(module: nn.Module, waiting: Waiting) -> None:
+    """Tell what follows averages when a backward pass begins. Hooks of parameters do so elsewhere, but FSDP2 adds to
+    the gradients of its shards without them.
+    """
+    own = weakref.ref(waiting)
+
+    @unseen
+    def begins(_: Tensor) -> None:
+        if (alive := own()) is not None:
+            alive.begins()
+
+    @unseen
+    def called(_: nn.Module, __: object, outputs: object) -> None:
+        for x in torch.utils._pytree.tree_leaves(outputs):
+            if isinstance(x, Tensor) and x.grad_fn is not None:  # a leaf outlives the step, and would collect hooks
+                x.register_hook(begins)  # type: ignore[no-untyped-call]
+
+    module.register_forward_hook(called)
 
 
 def _has_sparse_gradient(p: Tensor) -> bool:

@@ -366,10 +366,11 @@ class Waiting:
         tensors that were concatenated. A write to any part would change the versions of all. So each gets a version of
         its own.
         """
+        apart = self._old != "hooks"  # gradients that are views of DDP's buckets have to stay so
         for p in parameters:
             if (gradient := p.grad) is not None:
                 shard: Tensor = getattr(gradient, "_local_tensor", gradient)
-                if self._old != "hooks" and not shard.is_sparse and shard.untyped_storage().nbytes() > shard.nbytes:
+                if apart and shard.layout is torch.strided and shard.untyped_storage().nbytes() > shard.nbytes:
                     if shard is gradient:
                         p.grad = gradient = shard = shard.data
                     else:
