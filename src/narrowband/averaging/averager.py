@@ -223,7 +223,7 @@ def _tell_of_backward(module: nn.Module, waiting: Waiting) -> None:
 
     @unseen
     def called(_: nn.Module, __: object, outputs: object) -> None:
-        for x in torch.utils._pytree.tree_leaves(outputs):
+        for x in torch.utils._pytree.tree_leaves(outputs) if own() is not None else ():
             if isinstance(x, Tensor) and x.grad_fn is not None:  # a leaf outlives the step, and would collect hooks
                 x.register_hook(begins)  # type: ignore[no-untyped-call]
 
