@@ -136,3 +136,26 @@ def given_back_meanwhile(rank, world_size):
 
 def test_groups_may_be_given_back_by_another_thread():
     run_ranks(given_back_meanwhile, 1)
+
+
+def times_out(rank, world_size, seconds):
+    """With which time-outs groups like one of so many seconds are made, and with which they are lent."""
+    made, plain = [], dist.new_group
+
+    def noting(*ranks, **options):
+        made.append(options["timeout"].total_seconds())
+        return plain(*ranks, **options)
+
+    like = dist.new_group(timeout=timedelta(seconds=seconds))
+    dist.new_group = noting
+    try:
+        loan = borrow(like, CPU)
+    finally:
+        dist.new_group = plain
+    return made, loan.group._get_backend(CPU).options._timeout.total_seconds(), total(loan.group)
+
+
+@pytest.mark.parametrize(("seconds", "connects_in"), [(100, 20), (12, 5), (3, 3)])
+def test_ranks_wait_no_longer_to_connect_than_for_an_answer(seconds, connects_in):
+    """Gloo waits five time-outs for a rank that died while ranks connect."""
+    assert run_ranks(times_out, 2, seconds) == [([connects_in], seconds, 2)] * 2

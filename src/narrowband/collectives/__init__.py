@@ -15,7 +15,16 @@ from narrowband.collectives.choice import COLLECTIVES, Collective, LayerCollecti
 from narrowband.collectives.engine import Engine, Job, Pending, Transfer
 from narrowband.collectives.exchange import Exchange, Sent
 from narrowband.collectives.executor import SerialExecutor
-from narrowband.collectives.groups import Loan, borrow, can_send_from, group_of, group_or, new_group, waiting_in
+from narrowband.collectives.groups import (
+    Loan,
+    borrow,
+    can_send_from,
+    group_of,
+    group_or,
+    new_group,
+    to_connect,
+    waiting_in,
+)
 from narrowband.collectives.operand import Operand
 from narrowband.collectives.peers import Peers
 from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes, shares_of
@@ -45,5 +54,6 @@ __all__ = [
     "group_or",
     "new_group",
     "shares_of",
+    "to_connect",
     "waiting_in",
 ]

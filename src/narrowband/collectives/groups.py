@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Loan", "borrow", "can_send_from", "group_of", "group_or", "new_group", "waiting_in"]
+__all__ = ["Loan", "borrow", "can_send_from", "group_of", "group_or", "new_group", "to_connect", "waiting_in"]
+
+#: Gloo waits this many time-outs for a connection. (In the first of them the ranks' addresses have to arrive.)
+_TIMEOUTS_TO_CONNECT = 5
+
+#: Nobody waits less for a connection: a machine that is short of memory or cores pauses, and goes on.
+_PAUSES = timedelta(seconds=5)
 
 
 @dataclass(eq=False)
@@ -185,17 +191,27 @@ def _new_group(
     ranks: Sequence[int], like: dist.ProcessGroup, timeout: timedelta | None, number: int
 ) -> dist.ProcessGroup:
     backend = dist.get_backend(like)
+    connects_in = to_connect(timeout) if timeout is not None and backend == "gloo" else timeout
     world = dist.distributed_c10d._world  # noqa: SLF001 - there is no other way
     held = world.group_count
     if _names_by_count():
         world.group_count = number
     try:
         made: dist.ProcessGroup = dist.new_group(
-            list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
+            list(ranks), backend=backend, timeout=connects_in, use_local_synchronization=True
         )
     finally:
         world.group_count = held  # ranks that take no part have not counted: keep names equal
+    if connects_in != timeout and timeout is not None:
+        made.set_timeout(timeout)
     return made
+
+
+def to_connect(timeout: timedelta) -> timedelta:
+    """Return the time-out with which a gloo group is made, so that ranks wait for one that has just died ``timeout`` in
+    all, but not less than a busy machine may need.
+    """
+    return min(timeout, max(_PAUSES, timeout / _TIMEOUTS_TO_CONNECT))
 
 
 @functools.cache

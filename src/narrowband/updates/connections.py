@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from narrowband.collectives import to_connect
+
 if TYPE_CHECKING:
     from narrowband.updates.rendezvous import Rendezvous, View
 
@@ -29,9 +31,6 @@ log = logging.getLogger(__name__)
 
 #: An exchange is broken off when it takes this many times as long as the longest before it among the same peers.
 _SLOWER = 10
-
-#: Gloo waits this many time-outs for a connection. (In the first of them the peers' addresses have to arrive.)
-_TIMEOUTS_TO_CONNECT = 5
 
 #: No exchange is broken off before this many seconds: a machine that is short of memory or cores pauses, and goes on.
 _PAUSES_S = 5.0
@@ -62,26 +61,14 @@ class Connections:
         # A peer that could not connect, as when another one died meanwhile, has counted one that others have not.
         dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - there is no other way
         hook = sys.excepthook
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=view.rank,
-            world_size=view.size,
-            timeout=timedelta(seconds=self._to_connect_s),
-        )
+        timeout = timedelta(seconds=self._rules.exchange_s)
+        dist.init_process_group("gloo", store=store, rank=view.rank, world_size=view.size, timeout=to_connect(timeout))
         # PyTorch wraps the hook each time, to write a rank before every line. Here the rank differs from view to view.
         sys.excepthook = hook
         group = dist.group.WORLD
         assert group is not None
-        group.set_timeout(timedelta(seconds=self._rules.exchange_s))
+        group.set_timeout(timeout)
         return group
-
-    @property
-    def _to_connect_s(self) -> float:
-        """The time-out with which peers connect, so that they wait for a peer that has just died ``exchange_s`` in all,
-        but not less than a busy machine may need.
-        """
-        return min(self._rules.exchange_s, max(_PAUSES_S, self._rules.exchange_s / _TIMEOUTS_TO_CONNECT))
 
     def close(self) -> None:
         """Close the connections, if there are any, or what is left of them where Ctrl-C came while they were made."""
