@@ -9,9 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.gradients.training import flat, refusal, sgd, train
+from tests.gradients.training import flat, loss_of, refusal, sgd, train
 from tests.ranks import run_ranks
 from tests.thorough import thorough
+from tests.updates.test_fragments import Seen
 from tests.updates.training import begin, nesterov, whole_and_resumed
 
 
@@ -49,6 +50,37 @@ def resumed_by_dcp(rank, world_size, folder, spec, with_handle):
 def test_the_steps_by_which_dcp_makes_states_are_no_steps_of_a_round(spec, with_handle, tmp_path):
     """They made a round of the parameters before loading and after."""
     assert run_ranks(resumed_by_dcp, 2, tmp_path, spec, with_handle) == [(True, 0)] * 2
+
+
+def after_a_forward_pass(rank, world_size, options):
+    """Batch norm's statistics in the end, of a run that goes on, and of one that was saved after a round and a forward
+    pass, before the next step.
+    """
+
+    def run(*, resumes):
+        model, optimizer, handle = begin("none", Seen(), every=4, **options)
+        train(model, rank, range(6), optimizer)
+        handle.average()
+        loss_of(model, 6, rank)
+        if resumes:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+            handle.remove()
+            model, optimizer, handle = begin("none", Seen(), every=4, **options)
+            for each, state in zip((model, optimizer, handle), saved, strict=True):
+                each.load_state_dict(state)
+        train(model, rank, range(7, 9), optimizer)
+        handle.average()
+        return [x.clone() for x in model.state_dict().values()]
+
+    return run(resumes=False), run(resumes=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "overlap": 1}])
+def test_buffers_that_changed_between_a_round_and_a_checkpoint_end_equal(options):
+    results = run_ranks(after_a_forward_pass, 2, options)
+    for whole, again in results:
+        assert all(map(torch.equal, whole, again))
+        assert all(map(torch.equal, again, results[0][1]))
 
 
 def saved_by(rank, world_size, steps):

@@ -390,6 +390,24 @@ class Fragment:
             for name, _, part in group.parts(group.update if of_updates else group.anchor, tensors)
         }
 
+    def copies_of_buffers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return name → a copy of the anchor, of buffers only."""
+        return {
+            name: part.clone()
+            for group in self.groups
+            for name, _, part in group.parts(group.anchor, tensors)
+            if name in self._buffers
+        }
+
+    def load_buffers(self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor]) -> None:
+        """Load :meth:`copies_of_buffers`, right after a round. Buffers without a copy are their own anchors."""
+        self.anchored = False
+        self.keep(tensors, parameters=False)
+        for group in self.groups:
+            for name, _, part in group.parts(group.anchor, tensors):
+                if name in self._buffers and name in anchors:
+                    part.copy_(anchors[name])
+
     def load(
         self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], updates: Mapping[str, Tensor] | None
     ) -> None:

@@ -86,9 +86,12 @@ class SavedRounds:
             under_way: the fragment that is under way, if there is one.
         """
         anchors: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for fragment in self.fragments:
             if fragment.anchored:
                 anchors |= fragment.copies(tensors)
+            else:
+                buffers |= fragment.copies_of_buffers(tensors)
         return {
             "every": self.every,
             "fragments": len(self.fragments),
@@ -96,6 +99,7 @@ class SavedRounds:
             "residuals": self.residuals,
             "steps": steps,
             "anchor": anchors,
+            "buffers": buffers,  # right after a round, since forward passes change them before the first step
             "under way": None
             if under_way is None
             else {
@@ -121,8 +125,7 @@ class SavedRounds:
             if fragment.names[0] in own["anchor"]:
                 fragment.load(tensors, own["anchor"], sent["means"] if sent is not None and sent["at"] == at else None)
             else:
-                fragment.anchored = False
-                fragment.keep(tensors, parameters=False)
+                fragment.load_buffers(tensors, own.get("buffers", {}))  # states of earlier versions lack them
         if sent is None:
             return None
         sample = None if sent["sample"] is None else sent["sample"].to(device)
@@ -179,6 +182,8 @@ class SavedRounds:
                 f"the state has {own['steps']!r} for 'steps'; expected a whole number below {max(2, self.every)}"
             )
         self._check_saved("parameters of the last round", own["anchor"], tensors, tensors)
+        buffers = own.get("buffers", {})  # those that are not averaged any more are not loaded
+        self._check_saved("buffers of the last round", buffers, buffers, tensors)
         anchored = [fragment.names[0] in own["anchor"] for fragment in self.fragments]
         for at, there in enumerate(anchored):
             # Without overlap, a fragment has no anchors from its round until the next step.
@@ -244,6 +249,8 @@ def _of_rounds(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the part of a state that is about updates, or None if it is not formed as one."""
     own = state.get("updates")
     if not isinstance(own, Mapping) or not own.keys() >= _KEYS or not isinstance(own["anchor"], Mapping):
+        return None
+    if not isinstance(own.get("buffers", {}), Mapping):
         return None
     sent = own["under way"]
     if sent is None:
