@@ -306,6 +306,28 @@ def test_where_one_of_two_optimizers_skips_the_other_one_steps():
     assert torch.equal(mine, same)
 
 
+def first_of_two(rank, world_size):
+    """Of two optimizers in turns the first has its turn, and on replica 1 the scaler skips it. Then all average."""
+    model = mlp()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = torch.optim.SGD([p for part in model[1:] for p in part.parameters()], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    handle = nb.compress_updates(model, [first, second], "none", every=4, min_numel=64, grad_scaler=scaler)
+    scaler.scale(loss_of(model, 0, rank) * (float("inf") if rank else 1.0)).backward()
+    scaler.step(first)
+    scaler.update()
+    handle.average()
+    return flat(model), handle.step, handle.steps
+
+
+def test_where_one_replica_skips_the_step_of_an_optimizer_that_is_not_counted_all_average():
+    results = run_ranks(first_of_two, 2)
+    for parameters, rounds, steps in results:
+        assert (rounds, steps) == (1, 0)
+        assert torch.equal(parameters, results[0][0])
+        assert not torch.equal(parameters, flat(mlp()))
+
+
 def sharing(rank, world_size):
     """Two models share a scaler, which updates for each. One steps every time, and the other once in three times; of
     each, replica 1 leaves one step out: its scaler does, and the loop, which has seen the gradients.

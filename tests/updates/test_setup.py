@@ -338,6 +338,35 @@ def test_a_replica_that_has_taken_fewer_steps_is_an_error_on_all():
         assert rounds == 2
 
 
+def with_other_steps(rank, world_size, options, steps):
+    """Two rounds of each fragment, and then as many steps as this rank has batches, before all average."""
+    model, optimizer, handle = begin("topk:density=0.1+ef", every=4, **options)
+    train(model, rank, range(8), optimizer)
+    handle.average()
+    before, rounds = flat(model), handle.step
+    errors = [refusal(lambda: train(model, rank, range(8, 8 + steps[rank]), optimizer)), refusal(handle.average)]
+    first = next(error for error in errors if error)
+    return first, handle.step - rounds, torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "said"),
+    [
+        ({}, (2, 1), "2 on rank 0; 1 on rank 1"),
+        ({}, (4, 3), "4 on rank 0; 3 on rank 1"),
+        ({"fragments": 2}, (2, 1), "2 on rank 0; 1 on rank 1"),  # a part of the model, and all of it
+        ({"overlap": 2}, (4, 2), "4 on rank 0; 2 on rank 1"),
+    ],
+)
+def test_replicas_that_average_after_other_steps_are_told(options, steps, said):
+    for (kind, text), rounds, as_before in run_ranks(with_other_steps, 2, options, steps):
+        assert kind == "DisagreementError"
+        assert f"steps since the last round ({said})" in text
+        assert "have to take the same number of steps" in text
+        assert rounds == 0
+        assert as_before or "overlap" in options or "fragments" in options
+
+
 def in_numpys_numbers(rank, world_size, kind):
     numbers = {"every": kind(4), "fragments": kind(2), "overlap": kind(1), "check_every": kind(2), "seed": kind(3)}
     share, whole = (np.float32, np.float64) if kind is np.int64 else (float, float)

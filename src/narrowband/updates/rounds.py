@@ -94,7 +94,7 @@ class UpdateCompression(Handle):
         self._rounds = rounds
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._stepped_by = facts_of(model, optimizers)
-        self._steps = 0
+        self._steps = self._steps_in_round = 0
         self._skipped = 0
         self._check_next = False
         self._last_length = 1.0  # what `length` returns once the handle is removed
@@ -136,7 +136,7 @@ class UpdateCompression(Handle):
         self._hooks = [each.register_step_pre_hook(in_training(self._before_step)) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(in_training(self._after_step)))
         self._stepped = False
-        self._unwatch = watch(rounds.grad_scaler, optimizers[-1], self._after_update)
+        self._unwatch = watch(rounds.grad_scaler, optimizers, self._after_update)
         taken.update(optimizers)
         remember_updates(model, self, group)
 
@@ -232,10 +232,17 @@ class UpdateCompression(Handle):
                         fragment.put_in_place(tensors[name], residual, by_name[name].form)
                         state.add_residual(name, residual.mul_(self._scaled_by))
 
-    def _after_update(self, asked: bool) -> None:
+    def _after_update(self, asked: bool, last: bool) -> None:
+        """Do what the hooks would have done if the scaler had not skipped the steps that it was asked for.
+
+        Args:
+            asked: whether the scaler was asked to step any of the optimizers.
+            last: whether it was asked to step the last one, whose steps are counted.
+        """
         if asked and not self._stepped:
             self._before_step()
-            self._after_step()
+            if last:
+                self._after_step()
         self._stepped = False
 
     def _after_step(self) -> None:
@@ -318,6 +325,7 @@ class UpdateCompression(Handle):
         """Count steps from 0 if this is the last fragment, whose update was taken. Not before: if memory is short, the
         round is due again after the next step.
         """
+        self._steps_in_round = min(self._steps, self.every)  # a round that is held late counts as held in time
         if fragment is self._fragments[-1]:
             self._steps = 0
 
@@ -416,12 +424,14 @@ class UpdateCompression(Handle):
         return False
 
     def _step_facts(self) -> Facts:
-        """Return a checksum of the parameters after the last round, for ranks to compare every ``check_every`` rounds.
-        Without it, replicas that differ would train different models unnoticed.
+        """Return what ranks compare before a round: the steps that each has taken, since one that is in the round of
+        another fragment would send other messages; and, every ``check_every`` rounds, a checksum of the parameters
+        after the last round, since replicas that differ would train different models unnoticed.
         """
+        facts = {"steps since the last round": str(self._steps_in_round)}
         turn = self.step // len(self._fragments)
         if not self._check_next and turn % self._rounds.checked_every:
-            return {}
+            return facts
         self._check_next = False
         tensors = self._averaged.tensors()
         fragments, waiting = self._in_round
@@ -429,7 +439,7 @@ class UpdateCompression(Handle):
         for fragment in fragments:
             sums.extend(map(kernels.checksum, fragment.in_common(tensors, waiting=waiting)))
         digest = hashlib.sha256(repr(torch.stack(sums).tolist() if sums else []).encode())
-        return {"parameters of the last round": digest.hexdigest()[:16]}
+        return facts | {"parameters of the last round": digest.hexdigest()[:16]}
 
     # ---- rounds in which the replica trains on -----------------------------------------------------------------------
 

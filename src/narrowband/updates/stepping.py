@@ -161,31 +161,34 @@ def _listen() -> None:
 
 
 def watch(
-    grad_scaler: torch.amp.GradScaler | None, optimizer: Optimizer, after: Callable[[bool], None]
+    grad_scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], after: Callable[[bool, bool], None]
 ) -> Callable[[], None]:
     """Call ``after`` after each ``grad_scaler.update()``, so that steps which the scaler skips can be counted, too.
 
     Args:
         grad_scaler: the scaler to watch; if None, nothing is ever called.
-        optimizer: the optimizer whose steps are counted. The scaler may serve, and be updated for, other optimizers.
-        after: a bound method. Its argument says whether, since the last update, the scaler was asked to step this
-            optimizer or to unscale its gradients. The scaler keeps neither the method's object nor the optimizer alive.
+        optimizers: those that step the model, in this order; the steps of the last are counted. The scaler may serve,
+            and be updated for, other optimizers.
+        after: a bound method. Its arguments say whether, since the last update, the scaler was asked to step any of
+            these optimizers, and the last one, or to unscale its gradients. The scaler keeps neither the method's
+            object nor the optimizers alive.
 
     Returns:
         A function that ends the watch. It restores the scaler, unless somebody else has wrapped ``update`` since.
     """
     if grad_scaler is None:
         return lambda: None
-    method, stepped, update = weakref.WeakMethod(after), weakref.ref(optimizer), grad_scaler.update
+    method, refs, update = weakref.WeakMethod(after), [weakref.ref(each) for each in optimizers], grad_scaler.update
     watched_before, ended = "update" in vars(grad_scaler), False
 
     @functools.wraps(update)
     def updated(*given: Any, **options: Any) -> None:
         # Read this before the update, which clears it. There is no public name for it.
-        asked = grad_scaler.is_enabled() and id(stepped()) in grad_scaler._per_optimizer_states
+        known = grad_scaler._per_optimizer_states if grad_scaler.is_enabled() else {}
+        asked = [id(ref()) in known for ref in refs]
         update(*given, **options)
         if not ended and (own := method()) is not None:
-            own(asked)
+            own(any(asked), asked[-1])
 
     def end() -> None:
         nonlocal ended
