@@ -11,7 +11,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.pipeline.transfers import Transfers
-from tests.pipeline.stages import CPU, MICROBATCHES, STEPS, batch, ids, loss_fn, parts, run_step, schedule_of
+from tests.pipeline.stages import BATCH, CPU, MICROBATCHES, STEPS, batch, ids, loss_fn, parts, run_step, schedule_of
 from tests.ranks import RankError, run_ranks
 from tests.thorough import thorough
 from tests.torches import since_2_12
@@ -20,7 +20,7 @@ from tests.torches import since_2_12
 FOLDED = ("ZBVZeroBubble", "DualPipeV")
 
 
-def in_one_process(rank, world_size, number, forward, backward, local=(), warm_up=None, evaluate=True):
+def in_one_process(rank, world_size, number, forward, backward, local=(), warm_up=None, evaluate=True, samples_of=ids):
     """Losses and parameters of the model with boundaries, of which those in ``local`` do not compress."""
     cut = parts(number)
     boundaries = [
@@ -42,7 +42,7 @@ def in_one_process(rank, world_size, number, forward, backward, local=(), warm_u
         optimizer.zero_grad()
         for boundary in boundaries:
             boundary.set_epoch(step)
-        pieces = [torch.tensor_split(t, MICROBATCHES) for t in (*batch(step), ids(step))]
+        pieces = [torch.tensor_split(t, MICROBATCHES) for t in (*batch(step), samples_of(step))]
         for x, y, samples in zip(*pieces, strict=True):
             for boundary in boundaries:
                 boundary.samples = samples
@@ -69,7 +69,7 @@ def places(name, rank, world_size):
     return [rank, world_size + rank]
 
 
-def on_ranks(rank, world_size, name, forward, backward, warm_up=None):
+def on_ranks(rank, world_size, name, forward, backward, warm_up=None, samples_of=ids):
     mine = places(name, rank, world_size)
     number = world_size * len(mine)
     cut = parts(number)
@@ -83,7 +83,7 @@ def on_ranks(rank, world_size, name, forward, backward, warm_up=None):
     for step in range(STEPS):
         optimizer.zero_grad()
         for stage in stages:
-            stage.samples = ids(step)
+            stage.samples = samples_of(step)
             stage.set_epoch(step)
         losses += run_step(schedule, stages, *batch(step))
         optimizer.step()
@@ -95,13 +95,13 @@ def on_ranks(rank, world_size, name, forward, backward, warm_up=None):
     return losses, found, {at: stage.stats() for at, stage in zip(mine, stages, strict=True)}
 
 
-def check_same(name, forward, backward, warm_up=None, world_size=4):
-    ranks = run_ranks(on_ranks, world_size, name, forward, backward, warm_up)
+def check_same(name, forward, backward, warm_up=None, world_size=4, samples_of=ids):
+    ranks = run_ranks(on_ranks, world_size, name, forward, backward, warm_up, samples_of)
     number = len(ranks) * len(ranks[0][1])
     folded = name in FOLDED
     local = (number // 2 - 1,) if folded else ()  # the two stages of the last rank
     ((expected, parameters, boundaries),) = run_ranks(
-        in_one_process, 1, number, forward, backward, local, warm_up, not folded
+        in_one_process, 1, number, forward, backward, local, warm_up, not folded, samples_of
     )
     losses = next(losses for losses, _, _ in ranks if losses)
     assert losses == expected
@@ -240,11 +240,11 @@ def test_a_step_ends_when_its_messages_have_arrived(name):
     ]
 
 
-def by_the_schedule(rank, world_size, name, forward, backward):
+def by_the_schedule(rank, world_size, name, forward, backward, *options):
     """As on a GPU, where schedules send and receive."""
     before, Transfers.by_itself = Transfers.by_itself, False
     try:
-        return on_ranks(rank, world_size, name, forward, backward)
+        return on_ranks(rank, world_size, name, forward, backward, *options)
     finally:  # this process is a rank of other tests, too
         Transfers.by_itself = before
 
@@ -258,6 +258,33 @@ def test_messages_that_schedules_send_and_receive_are_the_same(name):
     for (_, here, stats), (_, there, others) in zip(mine, theirs, strict=True):
         assert all(torch.equal(a, b) for at in here for a, b in zip(here[at], there[at], strict=True))
         assert stats == others
+
+
+def drawn_with_replacement(step):
+    """Every sample is new, and in two micro-batches of its step: the second time its change is sent."""
+    return torch.tensor([0, 1, 1, 2, 3, 0, 2, 3]) + BATCH * step
+
+
+def drawn_again(step):
+    """The same in every step."""
+    return drawn_with_replacement(0)
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", *thorough("InterleavedZeroBubble", "1F1B", "GPipe")])
+def test_a_batch_may_hold_a_sample_twice(name):
+    """Interleaved schedules receive the second of its messages before they have used the first."""
+    spec = "qsgd:bits=4+aq-sgd"
+    check_same(name, spec, spec, world_size=2, samples_of=drawn_with_replacement)
+
+
+def test_where_schedules_receive_a_sample_may_be_twice_in_a_batch_once_both_ends_hold_it():
+    name, specs = "Interleaved1F1B", ["qsgd:bits=4+aq-sgd"] * 2
+    with pytest.raises(RankError, match="no sample may be in a batch twice before it has been visited"):
+        run_ranks(by_the_schedule, 2, name, *specs, None, drawn_with_replacement)
+    warm_up = {"warmup_steps": 1}
+    mine, theirs = (run_ranks(run, 2, name, *specs, warm_up, drawn_again) for run in (on_ranks, by_the_schedule))
+    assert [losses for losses, _, _ in mine] == [losses for losses, _, _ in theirs]
+    assert any(losses for losses, _, _ in mine)
 
 
 @pytest.mark.parametrize("counted", ["steps", "epochs"])  # a step is an epoch here

@@ -380,14 +380,40 @@ class CompressedStage(PipelineStage):
             if self._compresses(place):
                 assert side is not None
                 channel = side.of(number)[direction]
+                samples = self._samples(channel, microbatch, place)
+                self._settle(channel, direction, microbatch, samples)
                 nbytes = channel.payload_nbytes(
-                    tuple(place.shape), place.dtype, self._at(microbatch),
-                    samples=self._samples(channel, microbatch, place), training=self.has_backward,
-                )  # fmt: skip
+                    tuple(place.shape), place.dtype, self._at(microbatch), samples=samples, training=self.has_backward
+                )
                 op.tensor = torch.empty(nbytes, dtype=torch.uint8, device=place.device)
             work = self._transfers.receive(op, direction, microbatch) if self._transfers.by_itself else None
             arriving.append(_Arriving(channel, op.tensor, place, work))
         return ops
+
+    def _settle(self, channel: Channel, direction: int, microbatch: int, samples: Tensor | None) -> None:
+        """Unpack the messages before this one if they bring buffers of its samples, on which its length depends.
+
+        Raises:
+            ValueError: the schedule receives them, and may not have waited for them yet.
+        """
+        before = [each for way, each in self._arriving if way == direction and each != microbatch]
+        if samples is None or not before or channel.warming_up(self._at(microbatch)):
+            return
+        assert self._whole is not None
+        size = len(samples)
+        coming = torch.cat([self._whole[each * size : (each + 1) * size] for each in before])
+        shared = samples[torch.isin(samples, coming)].cpu()
+        held = channel.reference_ids() if shared.numel() else None
+        if held is None or bool(torch.isin(shared, held).all()):
+            return
+        if not self._transfers.by_itself:
+            raise ValueError(
+                f"stage {self.stage_index}: micro-batch {microbatch} holds a new sample of an earlier micro-batch of "
+                "the same step, which has not arrived yet, so the length of its message is not known. With aq-sgd "
+                "under this schedule, no sample may be in a batch twice before it has been visited"
+            )
+        for each in before:
+            self._unpack(direction, each)
 
     def _unpack(self, direction: int, microbatch: int) -> None:
         """Wait for a micro-batch's messages, and unpack their payloads."""
