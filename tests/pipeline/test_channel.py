@@ -205,9 +205,11 @@ def test_what_is_not_finite_arrives_as_that_and_changes_nothing(spec, bad, dtype
         if at == MESSAGES[5]:
             broken = x.clone()
             broken[2, 1, 7] = bad
-            known, got, _ = send(*ends, broken, at)
-            assert not known.isfinite().all()
-            assert torch.equal(known.isfinite(), got.isfinite())
+            for training in (False, True):
+                known, got, _ = send(*ends, broken, at, training=training)
+                assert not known.isfinite().all()
+                assert torch.equal(known.isfinite(), got.isfinite())
+                assert torch.equal(known.nan_to_num(), got.nan_to_num())
             if "aq-sgd" not in spec:
                 continue  # the others did not see this message at all
             send(*others, broken, at)

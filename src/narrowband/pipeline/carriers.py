@@ -145,7 +145,10 @@ class Compensated(Carrier):
     def unpack(self, payload: Tensor, out: Tensor, message: Message) -> None:
         feedback, codec = self._feedback, self.codec
         if not (feedback.incremental and message.training):
-            self._decode_onto(feedback.received_reference(_key(out)), payload, out, message.seed)
+            base = feedback.received_reference(_key(out))
+            if base is not None and not codec.is_finite(payload, tuple(out.shape)):
+                base = None  # as on the sending end
+            self._decode_onto(base, payload, out, message.seed)
             return
         change = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         codec.decode(payload, change, seed=message.seed)
