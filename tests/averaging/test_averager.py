@@ -466,3 +466,26 @@ def steps_heard(rank, world_size):
 
 def test_a_removed_averager_is_told_of_no_step():
     assert run_ranks(steps_heard, 2, fresh=True) == [2, 2]
+
+
+def frozen_on_one(rank, world_size, averager):
+    """What a step says in which one rank has frozen a layer, and so would not take the average that the other takes."""
+    model = mlp()
+    handle = nb.Averager(model, "qsgd:bits=4") if averager else nb.compress_gradients(model, "qsgd:bits=4")
+    assert handle is not None
+
+    def step():
+        loss_of(model, 0, rank).backward()
+        if averager:
+            handle.average()
+
+    step()
+    model[0].weight.requires_grad_(rank != 0)
+    return refusal(step)
+
+
+@pytest.mark.parametrize("averager", [True, False])
+def test_what_only_some_ranks_have_frozen_is_an_error(averager):
+    for kind, text in run_ranks(frozen_on_one, 2, averager):
+        assert kind == "DisagreementError"
+        assert "training of '0.weight' (frozen on rank 0; nothing on rank 1)" in text

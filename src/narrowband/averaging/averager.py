@@ -18,6 +18,7 @@ from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.waiting import Waiting, follow
+from narrowband.averaging.who import reshard
 from narrowband.collectives import group_or, waiting_in
 from narrowband.compiler import unseen
 
@@ -104,6 +105,8 @@ class Averager(Handle):
             check_replica((p for _, p in pairs), group)
             return pairs, settings.with_optimizer(optimizer, pairs, warn=dist.get_rank(group) == 0)
 
+        if isinstance(tensors, nn.Module):
+            reshard(tensors)
         groups = [*groups_of_replica(tensors), waiting_in(process_group)]
         pairs, settings = checked_on_all("Averager", groups, prepared)
         norms = norms_of(tensors) if isinstance(tensors, nn.Module) else []
@@ -165,10 +168,13 @@ class Averager(Handle):
             self._waiting.averaged(old)
 
     def _step_facts(self) -> Facts:
-        """Return which gradients are sparse: a rank's sparse message must not meet another rank's dense one."""
+        """Return which gradients are sparse: a rank's sparse message must not meet another rank's dense one. And which
+        parameters are frozen, since these do not get the averages of other ranks.
+        """
         sparse = "sparse, which Averager knows beforehand if it is given the module,"
         by_tensor = self.layers.parameters.by_tensor
-        return {"gradient": {own.name: sparse for p, own in by_tensor.items() if self._is_sparse(p)}}
+        gradients = {own.name: sparse for p, own in by_tensor.items() if self._is_sparse(p)}
+        return {"gradient": gradients, "training": self.layers.parameters.frozen()}
 
     def _is_sparse(self, p: Tensor) -> bool:
         return p in self._sparse or _has_sparse_gradient(p)

@@ -168,6 +168,10 @@ class Parameters:
                 self.vectors[vector] = at + own.shape.numel()
                 self.by_tensor[x] = self.by_name[own.name] = replace(own, vector=vector, at=at)
 
+    def frozen(self) -> dict[str, str]:
+        """Return name → "frozen" of each parameter that was frozen after set-up, for ranks to compare."""
+        return {own.name: "frozen" for p, own in self.by_tensor.items() if not p.requires_grad}
+
     def check_all_known(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Check that all parameters that require a gradient now did so at set-up: others would not be averaged.
 

@@ -43,6 +43,7 @@ __all__ = [
     "remember",
     "remember_coded",
     "remember_updates",
+    "reshard",
     "shares_with",
     "units_of",
 ]
@@ -107,6 +108,15 @@ def is_unit(module: nn.Module) -> bool:
 def units_of(module: nn.Module) -> list[FSDPModule]:
     """Return the modules that ``fully_shard`` was called with, among a module and all its submodules."""
     return [cast("FSDPModule", each) for each in module.modules() if is_unit(each)]
+
+
+def reshard(module: nn.Module) -> None:
+    """Make FSDP2 hold only shards of a module's parameters, as it does before a forward pass.
+
+    After an evaluation, some units still hold whole parameters, which are other tensors than those that are trained.
+    """
+    for unit in units_of(module):
+        unit.reshard()
 
 
 #: Every module, or DistributedDataParallel, that has a handle of gradients. Keeps a handle alive as long as its module,

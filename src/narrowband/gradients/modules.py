@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from narrowband.averaging.agreement import Facts
     from narrowband.averaging.parameters import Parameter
     from narrowband.averaging.settings import Settings
     from narrowband.codecs import Codec
@@ -254,6 +255,10 @@ class ModuleCompression(GradientCompression):
         names = [by_tensor[p].name for p in group]
         lacking = {by_tensor[p].name for p in group if p in absent or p in self._left_out}
         self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1, absent=lacking))
+
+    def _step_facts(self) -> Facts:
+        """Return which parameters are frozen, since these do not get the averages of other ranks."""
+        return {"training": self.layers.parameters.frozen()}
 
     def _tell(self, buffer: Tensor, at: int) -> None:
         """Look for inf and NaN in a group. At group ``_tells_at``, compare with the replica's ranks, and fill the

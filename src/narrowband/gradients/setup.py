@@ -16,7 +16,7 @@ from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.plans import plan_of_sharded, plan_of_shards
 from narrowband.averaging.replicas import check_once, check_parts, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
-from narrowband.averaging.who import averaged_by, shares_with
+from narrowband.averaging.who import averaged_by, reshard, shares_with
 from narrowband.collectives import group_or, waiting_in
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression
@@ -142,6 +142,8 @@ def compress_gradients(
     if isinstance(model, DistributedDataParallel):
         groups: list[dist.ProcessGroup | None] = [model.process_group]
     else:
+        if isinstance(model, nn.Module):
+            reshard(model)
         groups = [*groups_of_replica(model), waiting_in(process_group)]
     settings = checked_on_all("compress_gradients", groups, prepared, {"nodes": str(nodes)})
     if not isinstance(model, DistributedDataParallel):

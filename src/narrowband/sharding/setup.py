@@ -15,7 +15,7 @@ from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.parameters import norms_of, refuse_valueless
 from narrowband.averaging.replicas import groups_of_replica
 from narrowband.averaging.warmup import use_all
-from narrowband.averaging.who import bare, units_of
+from narrowband.averaging.who import bare, reshard, units_of
 from narrowband.codecs import Codec, SelectingCodec
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import Compression, compression
@@ -83,6 +83,8 @@ def compress_shards(
         >>> handle = nb.compress_shards(model)  # doctest: +SKIP
         >>> print(f"{handle.stats().total.ratio:.1f}x less traffic")  # doctest: +SKIP
     """
+    if isinstance(model, nn.Module):
+        reshard(model)
     module, modules, chosen, seed = checked_on_all(
         "compress_shards",
         groups_of_replica(model),

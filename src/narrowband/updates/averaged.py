@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from narrowband.averaging.flat import local
 from narrowband.averaging.parameters import norms_of
+from narrowband.averaging.who import units_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,7 @@ class Averaged:
 
     def __init__(self, model: nn.Module, buffers: Literal["average", "keep"]) -> None:
         self.model = model
+        self._units = units_of(model)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         finite, self.left_out = floating_buffers(model) if buffers == "average" else ([], [])
         self.trained = [name for name, _ in trained]
@@ -58,6 +60,7 @@ class Averaged:
         Raises:
             ValueError: a tensor is gone or has another shape or dtype than at set-up, so its anchor cannot hold it.
         """
+        self._reshard()
         here = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         found = {name: local(here[name]) for name in self._was if name in here}
         for name, was in self._was.items():
@@ -75,9 +78,17 @@ class Averaged:
         """Return two lists: the tensors that are equal on all replicas right after a round (all parameters and the
         averaged buffers), and the other buffers, which each replica has for itself.
         """
+        self._reshard()
         buffers = list(self.model.named_buffers())
         averaged = [x for name, x in buffers if name in self.buffers]
         return [*self.model.parameters(), *averaged], [x for name, x in buffers if name not in self.buffers]
+
+    def _reshard(self) -> None:
+        """Make the model's parameters those that are trained: after an evaluation FSDP2 still holds some of them whole.
+        So a later forward pass also gathers what a round writes.
+        """
+        for unit in self._units:
+            unit.reshard()
 
     def thawed(self) -> list[str]:
         """Return the names of parameters that require a gradient now but did not at set-up."""

@@ -16,7 +16,7 @@ from narrowband.averaging.flat import local
 from narrowband.averaging.plans import plan_of_sharded
 from narrowband.averaging.replicas import check_once, check_parts, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
-from narrowband.averaging.who import ddp_of
+from narrowband.averaging.who import ddp_of, reshard
 from narrowband.collectives import group_or, waiting_in
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
@@ -177,6 +177,8 @@ def compress_updates(
             settings = replace(settings, plan=plan_of_sharded(settings.plan, net, settings))
         return net, optimizers, settings, rounds
 
+    if isinstance(model, nn.Module):
+        reshard(model)
     if peers is not None:
         net, optimizers, settings, rounds = prepared()
         return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
