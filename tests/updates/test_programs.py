@@ -142,11 +142,16 @@ class Program:
                 self.complaints.append(f"{name} lost {float(flat.abs().max()):.3g} of {size:.3g}")
 
     def average(self):
+        before = self.handle.step
         if self.kept:
             self.before_round()
         self.handle.average()
         self.after_round()
-        own = torch.cat([x.view(-1) for x in self.averaged().values()])
+        held = (
+            self.handle.step > before
+        )  # if not, no optimizer has stepped since the last round, but passes may have run
+        whole = self.averaged() if held else dict(self.model.named_parameters())
+        own = torch.cat([x.detach().view(-1) for x in whole.values()])
         others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(others, own)
         if not (own.isfinite().all() and all(torch.equal(own, other) for other in others)):
