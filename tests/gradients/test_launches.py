@@ -133,9 +133,15 @@ def test_a_step_starts_little_and_waits_for_nothing(spec):
     assert found["operators"] <= operators
 
 
-#: Spec → the most waits of a step: two for each of 13 buckets, for what is zero and for what is not finite, and with
-#: PowerSGD one for rows to draw anew; and some for the averages.
-WAITS = {"powersgd:rank=4,halves=1": 43}
+#: Spec → the most waits of a step: one for each of 13 buckets, for what is not finite, and with PowerSGD another one
+#: for rows to draw anew; and some for the averages. Where gradients are clipped, only one for their norm.
+WAITS = {
+    "dgc:density=0.01,clip=1": 1,
+    "dgc:density=0.01,store=int8": 17,
+    "topk:density=0.01+ef:store=int8": 17,
+    "uniform:bits=8+ef21": 16,
+    "powersgd:rank=4,halves=1": 30,
+}
 
 
 @pytest.mark.parametrize("spec", WAITS)

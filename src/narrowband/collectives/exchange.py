@@ -205,8 +205,7 @@ class Exchange(ABC):
             return False
         if not self._runs_behind(operands[0].x):
             return False
-        stateful = [(operand, operand.feedback) for operand in operands if operand.feedback is not None]
-        return all(own.answers_late and own.can_roll_back(operand.x) for operand, own in stateful)
+        return all(operand.feedback.answers_late for operand in operands if operand.feedback is not None)
 
     @property
     @abstractmethod

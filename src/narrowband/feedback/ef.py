@@ -289,6 +289,10 @@ class ErrorFeedback(Feedback):
     def goes_ahead(self) -> bool:
         return self.store == "fp32" and _steps_as_ef(type(self))
 
+    @property
+    def answers_late(self) -> bool:
+        return _steps_as_ef(type(self))
+
     def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
         kernels.restore_all_if(bad, [self._residuals[key] for key in keys], xs)
 

@@ -118,6 +118,10 @@ class EF21(Feedback):
     def roll_back(self, key: str, x: Tensor) -> None:
         """Nothing to do: g changes only in :meth:`commit`."""
 
+    @property
+    def answers_late(self) -> bool:
+        return True
+
     # ---- the receiver ------------------------------------------------------------------------------------------------
 
     def deliver(self, key: str, x: Tensor) -> None:

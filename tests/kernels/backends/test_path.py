@@ -24,6 +24,8 @@ SPECS = (
     "topk:density=0.1+ef:store=int8",
     "dgc:density=0.1,nesterov=true",
     "dgc:density=0.1,values=fp16,masking=false",
+    "dgc:density=0.1,store=int8,clip=2",
+    "uniform:bits=3+ef21",
     "powersgd:rank=2",
 )
 
@@ -51,7 +53,7 @@ def trained(rank, world_size, package):
         model = wrap(small())
         handle = compress(model, spec, min_numel=64)
         optimizer = sgd(model, 0.2)
-        losses = train(model, rank, [0, 0], optimizer)
+        losses = train(model, rank, [0], optimizer)
         (loss_of(model, 1, rank) + (torch.inf * model.module[0].weight[0, 0] if rank else 0.0)).backward()
         losses += train(model, rank, [0], optimizer)
         if "ef" in spec or "dgc" in spec or "powersgd" in spec:
