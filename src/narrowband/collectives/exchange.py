@@ -351,7 +351,7 @@ class Exchange(ABC):
         """As :meth:`_encode`, without keeping the payload."""
         seed = operand.seed_of(self.peers.rank)
         codec, feedback, x = self._codec(operand), operand.feedback, operand.x
-        # A first gradient is encoded with feedback, too, so that the state has a residual for every layer.
+        # Zeros are encoded with feedback where it holds nothing yet, so that the state has a residual for every layer.
         if feedback is not None and operand.key not in self._zeros:
             if not self.has_owners:
                 feedback.reclaim_owner_error(operand.key)

@@ -41,6 +41,7 @@ from narrowband.codecs.base import dims, squared_norm
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms, check_saved
 from narrowband.feedback.kept import Kept
+from narrowband.feedback.velocities import Velocities
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -139,11 +140,7 @@ class DGC(Feedback):
     #: With ``store=bf16`` or ``int8``, in place of these two: key → (newest sum, velocity).
     _kept: dict[str, tuple[Kept, Kept]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _seeds: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _uncompressed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: By dtype: the sizes of uncompressed averages, and which of them each element belongs to.
-    _owners: dict[torch.dtype, tuple[tuple[int, ...], Tensor]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _uncompressed: Velocities = field(default_factory=Velocities, init=False, repr=False, compare=False)
     _sent: dict[str, _Sent] = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Key → a magnitude that slightly more elements than wanted reached in the last step: a hint that only saves time.
     _hints: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -525,11 +522,11 @@ class DGC(Feedback):
 
     @property
     def nbytes(self) -> int:
-        exact = sum(x.nbytes for states in (self._now, self._before, self._uncompressed) for x in states.values())
+        exact = sum(x.nbytes for states in (self._now, self._before, self._uncompressed.of) for x in states.values())
         return exact + sum(kept.nbytes for pair in self._kept.values() for kept in pair)
 
     def entries(self, key: str) -> dict[str, Tensor]:
-        found = {"uncompressed": self._uncompressed[key]} if key in self._uncompressed else {}
+        found = {"uncompressed": self._uncompressed.of[key]} if key in self._uncompressed.of else {}
         if self.store == "fp32":
             found |= {"now": self._now[key], "before": self._before[key]} if key in self._now else {}
         elif key in self._kept:
@@ -539,10 +536,10 @@ class DGC(Feedback):
 
     def put_back(self, key: str, entries: Mapping[str, Tensor]) -> None:
         rooms = {name.partition("/")[0]: x for name, x in entries.items()}
-        for held in (self._now, self._before, self._kept, self._uncompressed):
+        for held in (self._now, self._before, self._kept, self._uncompressed.of):
             held.pop(key, None)
         if "uncompressed" in rooms:
-            self._uncompressed[key] = rooms["uncompressed"]
+            self._uncompressed.of[key] = rooms["uncompressed"]
         if "before" in rooms:
             self._now[key], self._before[key] = rooms["now"], rooms["before"]
         elif "now" in rooms:
@@ -551,47 +548,13 @@ class DGC(Feedback):
     # ---- what travels uncompressed -----------------------------------------------------------------------------------
 
     def advance_uncompressed(self, averages: Sequence[tuple[str, Tensor]], bad: Tensor | None = None) -> None:
-        """Apply momentum to uncompressed averages, in place: they become the steps of momentum SGD.
-
-        A parameter whose average is exactly zero had no gradient on any rank. Its velocity stays as it is.
-        """
-        kinds: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-        for name, x in sorted(averages, key=lambda pair: pair[0]):
-            if self.momentum and x.numel():
-                kinds.setdefault(x.dtype, []).append((name, x.view(-1)))
-        for dtype, named in kinds.items():
-            xs, velocities, sizes = [x for _, x in named], [], [x.numel() for _, x in named]
-            for name, x in named:
-                if name not in self._uncompressed:
-                    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-                    self._uncompressed[name] = torch.zeros(x.numel(), dtype=wide, device=x.device)
-                velocities.append(self._uncompressed[name])
-            # All parameters end to end: a launch for each of them would take longer, and so would a wait for norms.
-            used = torch.stack(torch._foreach_norm(xs, math.inf)) != 0
-            if bad is not None:
-                used &= bad == 0
-            there = used.index_select(0, self._owner_of_each(xs))
-            x, velocity = torch.cat(xs), torch.cat(velocities)
-            new = velocity * self.momentum + x
-            step = new * self.momentum + x if self.nesterov else new
-            torch._foreach_copy_(velocities, torch.split(torch.where(there, new, velocity), sizes))
-            torch._foreach_copy_(xs, torch.split(torch.where(there, step, x), sizes))
-
-    def _owner_of_each(self, xs: Sequence[Tensor]) -> Tensor:
-        """Return, for each element of these tensors end to end, the number of its tensor."""
-        sizes = tuple(x.numel() for x in xs)
-        held = self._owners.get(xs[0].dtype)
-        if held is None or held[0] != sizes:  # a host that sends it to a GPU waits for it
-            of_each = torch.arange(len(sizes), dtype=torch.int64, device="cpu").repeat_interleave(
-                torch.tensor(sizes, dtype=torch.int64, device="cpu")
-            )
-            held = self._owners[xs[0].dtype] = sizes, of_each.to(xs[0].device)
-        return held[1]
+        if self.momentum:
+            self._uncompressed.advance(averages, momentum=self.momentum, nesterov=self.nesterov, bad=bad)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def scale(self, factor: float) -> None:
-        for states in (self._now, self._before, self._uncompressed):
+        for states in (self._now, self._before, self._uncompressed.of):
             for state in states.values():
                 state.mul_(factor)
         for kept in (kept for pair in self._kept.values() for kept in pair):
@@ -599,7 +562,7 @@ class DGC(Feedback):
         self._hints = {key: hint * factor for key, hint in self._hints.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        rooms = {"now": self._now, "before": self._before, "uncompressed": self._uncompressed}
+        rooms = {"now": self._now, "before": self._before, "uncompressed": self._uncompressed.of}
         if self.store != "fp32":
             read = {key: (now.read(), velocity.read()) for key, (now, velocity) in self._kept.items()}
             rooms["now"] = {key: now for key, (now, _) in read.items()}
@@ -613,7 +576,7 @@ class DGC(Feedback):
             room, _, key = name.partition("/")
             dtype = value.dtype if room == "uncompressed" else torch.float32
             rooms[room][key] = value.detach().reshape(-1).to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self._now, self._before, self._kept, self._uncompressed = {}, {}, {}, rooms["uncompressed"]
+        self._now, self._before, self._kept, self._uncompressed.of = {}, {}, {}, rooms["uncompressed"]
         for key, now in rooms["now"].items():
             velocity = rooms["velocity"].get(key)
             if self.store == "fp32":
