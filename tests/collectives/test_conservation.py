@@ -70,7 +70,7 @@ def accumulated(rank, size, ways, steps):
         kept = torch.zeros_like(missing)
         for i, (codec, feedback) in enumerate(zip(codecs, feedbacks, strict=True)):
             kept[i] = feedback.residual("p").double() / size
-            cut = Chunked(codec, size, i).cut(NUMEL)[rank]
+            cut = Chunked(codec, size).cut(NUMEL)[(rank + i) % size]
             own = feedback.owner_error("p", cut)
             if own is not None:
                 kept[i, cut] += own.double()
@@ -128,7 +128,7 @@ def after_steps_without(rank, size):
     what is missing when the next step is gathered, where nobody owns anything.
     """
     codec, feedback = nb.codec("qsgd:bits=4"), ErrorFeedback()
-    cut = Chunked(codec, size, 0).cut(NUMEL)[rank]
+    cut = Chunked(codec, size).cut(NUMEL)[rank]
     seen, missing = [], torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(1, 5):
         x = gradient(rank, step) if step < 3 else torch.zeros(NUMEL)
@@ -168,7 +168,7 @@ def in_half_precision(rank, size, spec, dtype, scale, steps):
         average("scatter_reduce", [Operand("p", x, (NUMEL,), codec, feedback, seed_of(step, 0), 0)], rank, size)
         missing += x.double() - torch.stack(gradients).double().mean(0)
     kept = feedback.residual("p").double() / size
-    cut = Chunked(codec, size, 0).cut(NUMEL)[rank]
+    cut = Chunked(codec, size).cut(NUMEL)[rank]
     kept[cut] += feedback.owner_error("p", cut).double()
     torch.distributed.all_reduce(kept)
     return float((missing + kept).abs().max()) / scale

@@ -50,7 +50,8 @@ def test_a_newer_error_takes_the_place_of_the_one_before():
 def test_a_decay_leaves_as_much_of_it_as_of_a_residual():
     feedback = ErrorFeedback(decay=0.75)
     feedback.set_owner_error("w", CUTS[0], torch.ones(4), numel=N, ranks=RANKS)
-    assert torch.equal(feedback.owner_error("w", CUTS[0]), torch.full((4,), 0.75))
+    assert torch.equal(feedback.owner_error("w", CUTS[0]), torch.ones(4))
+    assert feedback.owner_decay == 0.75
     layers = [Layout("w", nb.codec("qsgd:bits=2"), (64, 64), torch.device("cpu"))]
     assert "may grow" in (ErrorFeedback().note(layers, whole=True) or "")
     assert ErrorFeedback(decay=0.75).note(layers, whole=True) is None, "what grows by less than it decays stays bounded"

@@ -24,6 +24,9 @@ SPECS = [
 ]  # fmt: skip
 BAD = 3
 
+#: Averages are encoded, too.
+SCATTERED = {"collective": "scatter_reduce"}
+
 LAYERS = "0.weight", "3.weight"
 
 
@@ -165,13 +168,18 @@ def test_what_a_rank_has_of_a_parameter_waits_while_it_has_no_gradient(spec, ave
         ("topk:density=0.1+ef", {"small": "fp16"}, True),
         ("topk:density=0.1+ef", {}, False),
         ("dgc:density=0.1,nesterov=true", {"warmup_steps": 9}, True),
+        ("qsgd:bits=4", SCATTERED, True),
+        ("uniform:bits=4+ef:decay=0.9", SCATTERED, True),
+        ("sign+ef", SCATTERED, True),
+        ("fp16+ef", SCATTERED, True),
         *thorough(("dgc:density=0.1", {"warmup_steps": 9}, True)),
         *thorough(*((spec, {}, False) for spec in SPECS if spec != "topk:density=0.1+ef")),
         *thorough(("topk:density=0.1+ef", {"small": "fp16"}, False)),
     ],
 )
 def test_what_the_device_decides_is_what_the_host_would(spec, options, bad):
-    own, theirs = (run_ranks(trained, 2, spec, ahead, bad, options) for ahead in (True, False))
+    ranks = 3 if options is SCATTERED else 2
+    own, theirs = (run_ranks(trained, ranks, spec, ahead, bad, options) for ahead in (True, False))
     for (parameters, kept, averages, skipped, waited), (expected, its, others, count, never) in zip(
         own, theirs, strict=True
     ):
@@ -245,7 +253,6 @@ def test_averages_of_a_damaged_payload_are_nan_and_the_next_step_raises():
         ("dgc:density=0.1,store=int8", {}),
         ("uniform:bits=8+ef21", {}),
         ("powersgd:rank=2,halves=1", {}),
-        ("uniform:bits=4+ef", {"collective": "scatter_reduce"}),
         ("topk:density=0.1+ef:store=int8", {}),
     ],
 )

@@ -133,6 +133,16 @@ def test_a_step_starts_little_and_waits_for_nothing(spec):
     assert found["operators"] <= operators
 
 
+def test_among_four_ranks_a_step_starts_little_more():
+    """Owners encode their means: with one loop for all of a message, and for those of all owners. Ranks compare once
+    what they are about to do.
+    """
+    found, *_ = run_ranks(counted, 4, "qsgd:bits=4", fresh=True)
+    assert found["waits"] == 1
+    assert found["loops"] == found["tables"] <= 57, found
+    assert found["operators"] <= 162
+
+
 #: Spec → the most waits of a step: one for each of 13 buckets, for what is not finite, and with PowerSGD another one
 #: for rows to draw anew; and some for the averages. Where gradients are clipped, only one for their norm.
 WAITS = {

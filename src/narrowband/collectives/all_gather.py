@@ -9,19 +9,18 @@ unused when two ranks do not begin at the same moment; among more ranks, its rin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from narrowband.codecs.base import dims
 from narrowband.collectives.engine import QueueName, Transfer
-from narrowband.collectives.exchange import TRAILER, Exchange, Sent
+from narrowband.collectives.exchange import TRAILER, Exchange, Sent, alike, takes_means
 from narrowband.collectives.primitives import all_gather, all_gather_in_pairs, concatenated, spans_of
 from narrowband.collectives.traffic import all_gather_nbytes
 from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -32,22 +31,6 @@ if TYPE_CHECKING:
     from narrowband.feedback import State
 
 __all__ = ["AllGather"]
-
-
-def _alike(operands: Sequence[Operand], without: Collection[str] = ()) -> list[list[int]]:
-    """Group the indices of operands that have the same codec and feedback; order is kept.
-
-    Operands whose keys are in ``without`` have groups of their own.
-    """
-    kinds: dict[tuple[Codec, int, bool], list[int]] = {}
-    for at, operand in enumerate(operands):
-        kinds.setdefault((operand.codec, id(operand.feedback), operand.key in without), []).append(at)
-    return [*kinds.values()]
-
-
-def _takes_means(operand: Operand) -> bool:
-    """Return whether means can be decoded into the average's own memory."""
-    return operand.average.dtype == torch.float32 and not operand.incremental and bool(operand.x.numel())
 
 
 class AllGather(Exchange):
@@ -98,32 +81,6 @@ class AllGather(Exchange):
         for operand, place in zip(operands, places, strict=True):
             self._locally_finite &= self._encode(operand, place)[0]
 
-    def _encode_ahead(self, operands: Sequence[Operand], places: Sequence[Tensor]) -> None:
-        """Encode without waiting for the device to say what is finite.
-
-        Launching kernels takes most of the time here, so one call encodes several operands where the codec can.
-        """
-        for own in _alike(operands, self._zeros):
-            some = [operands[at] for at in own]
-            codec, feedback = some[0].codec, None if some[0].key in self._zeros else some[0].feedback
-            outs = [places[at] for at in own]
-            several: dict[str, Any] = {"seeds": [each.seed_of(self.peers.rank) for each in some], "outs": outs}
-            xs = [each.x for each in some]
-            if feedback is not None and feedback.encodes_all(codec):
-                finite = [feedback.encode_all([each.key for each in some], xs, codec, **several)] * len(some)
-                for each in some:
-                    each.compensated = each.committed = True
-            elif feedback is None and codec.encodes_several:
-                finite = [codec.encode_all(xs, **several)] * len(some)
-            else:
-                finite = [self._encoded(each, place)[0] for each, place in zip(some, outs, strict=True)]
-            self._locally_finite &= all(finite)
-            for each, place, well in zip(some, outs, finite, strict=True):
-                if not well:  # this loop knew at once, and left no payload: send zeros
-                    zeros = torch.zeros(dims(each.shape), dtype=each.dtype, device=each.x.device)
-                    codec.encode(zeros, out=place)
-        self._payloads += places
-
     @property
     def first_nbytes(self) -> int:
         return all_gather_nbytes(self._first_nbytes, self.peers.size)
@@ -147,9 +104,7 @@ class AllGather(Exchange):
             self._count(all_gather_nbytes(mine.nbytes, size), [(operand, 8) for operand in self.operands])
             payload = torch.zeros(capacity + TRAILER, dtype=torch.uint8, device=device)
             torch.cat(self._payloads, out=payload[: self._spans[self.peers.rank][-1].stop])
-        payload[capacity:] = 0 if self._locally_finite or self.findings is not None else 1
-        if self.findings is not None:
-            payload[capacity : capacity + 1].copy_(self.findings.place(Findings.OWN))
+        payload[capacity:] = self._trailer(device)
         received = torch.empty(size, capacity + TRAILER, dtype=torch.uint8, device=device)
         own = [each.numel() for each in self._payloads]
         self._count(all_gather_nbytes(payload.numel(), size), zip(self.operands, own, strict=True))
@@ -165,9 +120,9 @@ class AllGather(Exchange):
         size = self.peers.size
         left = [*range(len(self.operands))]
         if self.findings is not None or self._runs_behind(self._received):
-            for own in _alike(self.operands):
+            for own in alike(self.operands):
                 codec, some = self.operands[own[0]].codec, [self.operands[at] for at in own]
-                if codec.decodes_several and self._fixed and all(_takes_means(each) for each in some):
+                if codec.decodes_several and self._fixed and all(takes_means(each) for each in some):
                     spans, outs = [self._spans[0][at] for at in own], [each.average for each in some]
                     shapes = [each.shape for each in some]
                     seeds = [[each.seed_of(rank) for rank in range(size)] for each in some]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from narrowband.feedback.base import Norms
 from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from narrowband.collectives.peers import Peers
     from narrowband.feedback import State
 
-__all__ = ["TRAILER", "Exchange", "Sent"]
+__all__ = ["TRAILER", "Exchange", "Sent", "alike", "takes_means"]
 
 #: Types of devices that run asynchronously to the host, which waits for their answers.
 ASYNCHRONOUS = {"cuda"}
@@ -55,6 +55,22 @@ class Sent(NamedTuple):
     codec: Codec
     shape: Shape
     place: int
+
+
+def alike(operands: Sequence[Operand], without: Collection[str] = ()) -> list[list[int]]:
+    """Group the indices of operands that have the same codec and feedback; order is kept.
+
+    Operands whose keys are in ``without`` have groups of their own.
+    """
+    kinds: dict[tuple[Codec, int, bool], list[int]] = {}
+    for at, operand in enumerate(operands):
+        kinds.setdefault((operand.codec, id(operand.feedback), operand.key in without), []).append(at)
+    return [*kinds.values()]
+
+
+def takes_means(operand: Operand) -> bool:
+    """Return whether means can be decoded into the average's own memory."""
+    return operand.average.dtype == torch.float32 and not operand.incremental and bool(operand.x.numel())
 
 
 class Exchange(ABC):
@@ -241,6 +257,45 @@ class Exchange(ABC):
         for operand in operands:
             self._locally_finite &= self._encode(operand)[0]
 
+    def _encode_ahead(self, operands: Sequence[Operand], places: Sequence[Tensor]) -> None:
+        """Encode without waiting for the device to say what is finite.
+
+        Launching kernels takes most of the time here, so one call encodes several operands where the codec can.
+        """
+        for own in alike(operands, self._zeros):
+            some, outs = [operands[at] for at in own], [places[at] for at in own]
+            codec, feedback = self._codec(some[0]), None if some[0].key in self._zeros else some[0].feedback
+            several: dict[str, Any] = {"seeds": [each.seed_of(self.peers.rank) for each in some], "outs": outs}
+            xs = [each.x for each in some]
+            if feedback is not None and feedback.encodes_all(codec):
+                for each in some:
+                    self._claim(each)
+                finite = [feedback.encode_all([each.key for each in some], xs, codec, **several)] * len(some)
+                for each in some:
+                    each.compensated = each.committed = True
+            elif feedback is None and codec.encodes_several:
+                finite = [codec.encode_all(xs, **several)] * len(some)
+            else:
+                finite = [self._encoded(each, place)[0] for each, place in zip(some, outs, strict=True)]
+            self._locally_finite &= all(finite)
+            for each, place, well in zip(some, outs, finite, strict=True):
+                if not well:  # this loop knew at once, and left no payload: send zeros
+                    zeros = torch.zeros(dims(each.shape), dtype=each.dtype, device=each.x.device)
+                    codec.encode(zeros, out=place)
+        self._payloads += places
+
+    def _trailer(self, device: torch.device) -> Tensor:
+        """Return the trailer of this rank's payloads: zeros if everything that it has encoded is finite."""
+        if self.findings is None:
+            return torch.full((TRAILER,), 0 if self._locally_finite else 1, dtype=torch.uint8, device=device)
+        return self.findings.place(Findings.OWN).view(torch.uint8)
+
+    def _claim(self, operand: Operand) -> None:
+        """Move an owner error that this collective does not use into the residual."""
+        if not self.has_owners:
+            assert operand.feedback is not None
+            operand.feedback.reclaim_owner_error(operand.key)
+
     @abstractmethod
     def job(self) -> Job:
         """Return the generator that the engine runs after :meth:`encode`."""
@@ -353,8 +408,7 @@ class Exchange(ABC):
         codec, feedback, x = self._codec(operand), operand.feedback, operand.x
         # Zeros are encoded with feedback where it holds nothing yet, so that the state has a residual for every layer.
         if feedback is not None and operand.key not in self._zeros:
-            if not self.has_owners:
-                feedback.reclaim_owner_error(operand.key)
+            self._claim(operand)
             early = self._commits_early(operand)  # commit while x is in the caches and other ranks still compute
             fused = early and not self.measure
             finite, payload = feedback.encode(

@@ -196,7 +196,7 @@ class State(ABC):
         """Return the error of this rank's last encoded mean of a chunk that it owns, to add to the next mean.
 
         This is the server error of 1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1). Its unit is that of the
-        mean, not of one rank's gradient. None: there is no error to add.
+        mean, not of one rank's gradient. None: there is no error to add. It is to be multiplied by :attr:`owner_decay`.
 
         Args:
             key: the tensor's key.
@@ -206,6 +206,11 @@ class State(ABC):
             Flat float32, as long as the chunk.
         """
         return None
+
+    @property
+    def owner_decay(self) -> float:
+        """The factor on an :meth:`owner_error` that is added to a mean."""
+        return 1.0
 
     def set_owner_error(self, key: str, cut: slice, error: Tensor, *, numel: int, ranks: int) -> None:
         """Set the :meth:`owner_error`. An error of another chunk is added to the residual, so that it is not lost.

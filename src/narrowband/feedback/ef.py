@@ -323,9 +323,11 @@ class ErrorFeedback(Feedback):
 
     def owner_error(self, key: str, cut: slice) -> Tensor | None:
         own = self._owner_errors.get(key)
-        if own is None or own.cut != cut:
-            return None
-        return own.error if self.decay == 1.0 else own.error * self.decay
+        return None if own is None or own.cut != cut else own.error
+
+    @property
+    def owner_decay(self) -> float:
+        return self.decay
 
     def set_owner_error(self, key: str, cut: slice, error: Tensor, *, numel: int, ranks: int) -> None:
         if self.owner_error(key, cut) is None:

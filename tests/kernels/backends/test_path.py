@@ -26,8 +26,12 @@ SPECS = (
     "dgc:density=0.1,values=fp16,masking=false",
     "dgc:density=0.1,store=int8,clip=2",
     "uniform:bits=3+ef21",
+    "uniform:bits=5+ef:decay=0.9",
     "powersgd:rank=2",
 )
+
+#: What is encoded once more by its owners.
+SCATTERED = "uniform:bits=5+ef:decay=0.9"
 
 
 def small():
@@ -49,9 +53,9 @@ def trained(rank, world_size, package):
     found = {}
     for spec in SPECS:
         # The interpreter takes its time, and set-up runs what training runs; some of it shows that it does.
-        warmup._SIDES = (32,) if spec.startswith("uniform") else ()
+        warmup._SIDES = (32,) if spec.startswith("uniform:bits=3") else ()
         model = wrap(small())
-        handle = compress(model, spec, min_numel=64)
+        handle = compress(model, spec, min_numel=64, collective="scatter_reduce" if spec == SCATTERED else "auto")
         optimizer = sgd(model, 0.2)
         losses = train(model, rank, [0], optimizer)
         (loss_of(model, 1, rank) + (torch.inf * model.module[0].weight[0, 0] if rank else 0.0)).backward()
