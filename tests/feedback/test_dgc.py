@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from importlib.util import find_spec
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 import narrowband as nb
 from narrowband.codecs import BF16, Identity, TopK
 from narrowband.feedback import Compression
+from narrowband.feedback.dgc import DGC
+from narrowband.feedback.kept import Kept
 from narrowband.kernels import Findings, backends
 from narrowband.kernels.backends import Backend
 
@@ -271,3 +275,26 @@ def test_what_it_cannot_send_is_refused():
         dgc.encode("w", gradient(0, torch.float16), dgc.codec, shape=SHAPE, seed=0, commit=True)
     with pytest.raises(ValueError, match="set_epoch"):
         nb.DGC(warmup_epochs=2).codec_at(0, None)
+
+
+@pytest.mark.parametrize("store", ["bf16", "int8"])
+def test_what_is_stored_in_fewer_bits_is_not_held_in_float32_until_the_step_is_decided(store, monkeypatch):
+    read: list[weakref.ref[torch.Tensor]] = []
+    plain = Kept.read
+
+    def noted(self):
+        read.append(weakref.ref(found := plain(self)))
+        return found
+
+    monkeypatch.setattr(Kept, "read", noted)
+    feedback = DGC(density=0.1, store=store)
+    x = torch.randn(4096)
+    finite, _ = feedback.encode("w", x, feedback.codec, shape=(4096,), seed=1, commit=True)
+    assert finite
+    gc.collect()
+    assert len(read) == 2
+    assert [ref() for ref in read] == [None, None]
+    before = feedback.state_dict()
+    feedback.roll_back("w", x)
+    assert any(bool(value.any()) for value in before.values())
+    assert not any(bool(value.any()) for value in feedback.state_dict().values())

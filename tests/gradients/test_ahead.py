@@ -21,6 +21,9 @@ SPECS = [
     "none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.1", "topk:density=0.1+ef",
     "topk:density=0.1,values=int8+ef", "fp16+ef", "powersgd:rank=2+ef", "powersgd:rank=1,iterations=2,ef=false",
     "dgc:density=0.1", "dgc:density=0.1,nesterov=true,masking=false", "dgc:density=0.1,values=int8,clip=0.1",
+    "dgc:density=0.1,store=int8", "dgc:density=0.1,nesterov=true,store=bf16", "uniform:bits=8+ef21",
+    "topk:density=0.1+ef21", "topk:density=0.1+ef-mixed", "topk:density=0.1+ef:store=int8",
+    "topk:density=0.1,values=int8+ef:store=bf16", "uniform:bits=4+ef:store=int8", "qsgd:bits=8+ef:store=bf16",
 ]  # fmt: skip
 BAD = 3
 
@@ -250,10 +253,8 @@ def test_averages_of_a_damaged_payload_are_nan_and_the_next_step_raises():
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
-        ("dgc:density=0.1,store=int8", {}),
-        ("uniform:bits=8+ef21", {}),
         ("powersgd:rank=2,halves=1", {}),
-        ("topk:density=0.1+ef:store=int8", {}),
+        ("uniform:bits=4+ef:store=cpu", {}),
     ],
 )
 def test_where_feedback_has_to_know_the_host_waits(spec, options):

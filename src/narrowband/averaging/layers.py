@@ -161,8 +161,6 @@ class Layers:
         return self._goes_ahead
 
     def _can_go_ahead(self) -> bool:
-        if self.incremental:
-            return False
         if not all(state.goes_ahead for state in self.states.values()):
             return False
         kinds = {self.spec_for(name) for name in self.parameters.shapes}

@@ -268,16 +268,17 @@ class Step:
         If the ranks of a node hold shards of a gradient, a node counts as one of the paper's ranks: N is the number of
         nodes, and the norm is that of all shards.
         """
-        norm = _norm([x for group in self._unclipped for x in group.tensors()])
+        tensors = [x for group in self._unclipped for x in group.tensors()]
+        square = _squared_norm(tensors, self._unclipped[0].buffer.device)
         if self._parts.inside is not None:
-            square = torch.tensor(norm, dtype=torch.float64, device=self._unclipped[0].buffer.device).square_()
             dist.all_reduce(square, group=self._parts.inside)
-            norm = float(square.sqrt())
         threshold *= math.sqrt(self._peers.size)
         threshold *= self._parts.loss_scale.value
-        if threshold < norm < math.inf:
+        ratio = threshold / square.sqrt()  # NaN or zero where the norm is not finite
+        factor = torch.where((ratio < 1.0) & (ratio > 0.0), ratio, 1.0)
+        if square.device.type in AHEAD or float(factor) < 1.0:
             for group in self._unclipped:
-                group.buffer.mul_(threshold / norm)
+                (group.buffer._values() if group.buffer.is_sparse else group.buffer).mul_(factor)
 
     def _exchange(self, group: Group, *, last: bool) -> None:
         """Encode a group, or start its uncompressed average. Send what is due, and at the last group all the rest."""
@@ -557,12 +558,13 @@ def fill_with_nan(buffer: Tensor) -> None:
     (buffer._values() if buffer.is_sparse else buffer).fill_(math.nan)
 
 
-def _norm(tensors: Sequence[Tensor]) -> float:
-    """Return the norm of all tensors together, in float64 where float32 overflows. It is the same bit for bit in any
-    order and grouping of the tensors, because a resumed run has other DDP buckets.
+def _squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the squared norm of all tensors together, one float64 on their device.
+
+    It is the same bit for bit in any order and grouping of the tensors, because a resumed run has other DDP buckets.
     """
-    if not tensors:
-        return 0.0
-    norms: list[float] = torch.stack(torch._foreach_norm([x.float() for x in tensors])).tolist()
-    own = (x if math.isfinite(x) else math.sqrt(squared_norm(of)) for x, of in zip(norms, tensors, strict=True))
-    return math.hypot(*sorted(own))
+    if device.type in AHEAD and tensors:  # in few launches, and nobody waits for it
+        squares = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
+    else:
+        squares = torch.tensor([squared_norm(x) for x in tensors], dtype=torch.float64, device=device)
+    return squares.sort().values.sum()

@@ -308,6 +308,25 @@ def _dgc(sampled: bool) -> Maker:
     return make
 
 
+def _dgc_encode(data: Data, backend: Any) -> Loop:
+    """A step of ``dgc:density=0.001`` on one tensor with its payload, as it runs where the device decides steps."""
+    n, k = data.numel, data.k
+    states = [data.normal(n) for _ in range(2)]
+    x, now, before = (torch.empty(n) for _ in range(3))
+    out = torch.empty(4 * k + kernels.elias_fano_nbytes(k, n), dtype=torch.uint8)
+    findings = kernels.Findings(x.device)
+
+    def restore() -> None:
+        for tensor, kept in zip((x, now, before), (data.x, *states), strict=True):
+            tensor.copy_(kept)
+
+    def body(_: int) -> None:
+        with findings.noting(kernels.Findings.OWN):
+            backend.encode_momentum_topk_all([x], [now], [before], [k], [out], momentum=0.9)
+
+    return Loop(body, restore, nbytes=5 * x.nbytes + out.nbytes)
+
+
 def _orthonormalize(data: Data, backend: Any) -> Loop:
     p = data.normal(1, *_TALL)
     return Loop(lambda _: backend.orthonormalize(p))
@@ -480,6 +499,7 @@ LOOPS: dict[str, Maker] = {
     "lowrank-4-decode-accumulate": _low_rank_product,
     "dgc-momentum-select-mask": _dgc(sampled=False),
     "dgc-momentum-sampled-select-mask": _dgc(sampled=True),
+    "dgc-encode": _dgc_encode,
     "orthonormalize-32x4096": _orthonormalize,
     "fixed-quantize": _fixed_quantize,
     "fixed-encode": _fixed_encode,

@@ -108,6 +108,8 @@ class AllReduce(Exchange):
         if (self.measure or stateful) and len(self._parts) == 1:
             self._payloads = [payload.clone() for payload in self._payloads]  # the all-reduce works in place
         values = self._sum.view(self._dtype)
+        if self.findings is not None and any(operand.incremental for operand in self.operands):
+            kernels.poison_all_if(self.findings.place(Findings.OWN), [values])  # a change may be finite, but too large
         values.div_(self.peers.size)  # before the sum, which could overflow 16 bits
         if self.peers.size > 1:
             sizes = [payload.numel() for payload in self._payloads]

@@ -25,7 +25,7 @@ import torch
 from narrowband import kernels
 from narrowband.codecs.base import dims, squared_norm
 from narrowband.collectives.traffic import shares_of
-from narrowband.feedback.base import Norms
+from narrowband.feedback.base import Encoded, Norms
 from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from narrowband.collectives.engine import Job
     from narrowband.collectives.operand import Operand
     from narrowband.collectives.peers import Peers
-    from narrowband.feedback import State
+    from narrowband.feedback import Feedback, State
 
 __all__ = ["TRAILER", "Exchange", "Sent", "alike", "takes_means"]
 
@@ -272,7 +272,7 @@ class Exchange(ABC):
                     self._claim(each)
                 finite = [feedback.encode_all([each.key for each in some], xs, codec, **several)] * len(some)
                 for each in some:
-                    each.compensated = each.committed = True
+                    each.compensated, each.committed = True, not each.incremental
             elif feedback is None and codec.encodes_several:
                 finite = [codec.encode_all(xs, **several)] * len(some)
             else:
@@ -314,6 +314,8 @@ class Exchange(ABC):
         out = operand.average
         mean = out if operand.dtype == out.dtype else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         yield mean.view(dims(operand.shape))
+        if operand.incremental and self.findings is not None:
+            kernels.clear_all_if(self.findings.place(Findings.ANY), [mean])  # what all ranks hold stays as it is
         if operand.feedback is not None and good:
             operand.feedback.deliver(operand.key, mean)
         elif operand.incremental:
@@ -344,7 +346,7 @@ class Exchange(ABC):
     def _finish_feedback(self, good: bool) -> None:
         """Commit or roll back every operand's feedback."""
         if good and self.findings is not None:
-            self._roll_back_if_bad(self.findings.place(Findings.ANY))
+            self._decide_ahead(self.findings.place(Findings.ANY))
             return
         for operand, payload in zip(self.operands, self._payloads, strict=False):
             seed = operand.seed_of(self.peers.rank)
@@ -362,16 +364,25 @@ class Exchange(ABC):
                 lost.sub_(self._codec(operand).decode(payload, sent, seed=seed).view(-1))
                 self.norms[operand.key] = Norms(before, squared_norm(lost))
 
-    def _roll_back_if_bad(self, bad: Tensor) -> None:
-        """Roll back feedback that is already committed, where ``bad``, on the device, says that the step is bad."""
-        by_state: dict[int, list[Operand]] = {}
-        for operand in self.operands:
+    def _decide_ahead(self, bad: Tensor) -> None:
+        """Roll feedback back that is already committed, and commit the rest, as ``bad``, on the device, says of the
+        step.
+        """
+        by_state: dict[int, list[Encoded]] = {}
+        states: dict[int, Feedback] = {}
+        for operand, payload in zip(self.operands, self._payloads, strict=False):
             if operand.compensated:
-                by_state.setdefault(id(operand.feedback), []).append(operand)
-        for operands in by_state.values():
-            assert operands[0].feedback is not None
-            keys, xs = [operand.key for operand in operands], [operand.x for operand in operands]
-            operands[0].feedback.roll_back_if(bad, keys, xs)
+                assert operand.feedback is not None
+                state, seed = operand.feedback, operand.seed_of(self.peers.rank)
+                sent = Encoded(operand.key, operand.x, self._codec(operand), payload, operand.shape, seed)
+                states[id(state)] = state
+                by_state.setdefault(id(state), []).append(sent)
+        for at, some in by_state.items():
+            if states[at].incremental:
+                with self._noting(Findings.ANY):
+                    states[at].commit_unless(bad, some)
+            else:
+                states[at].roll_back_if(bad, [each.key for each in some], [each.x for each in some])
 
     def _commit(self, operand: Operand, payload: Tensor) -> None:
         assert operand.feedback is not None

@@ -36,6 +36,19 @@ class Layout(NamedTuple):
     device: torch.device
 
 
+class Encoded(NamedTuple):
+    """What :meth:`Feedback.commit_unless` has to know of a tensor that was encoded: the arguments of
+    :meth:`Feedback.commit`.
+    """
+
+    key: str
+    x: Tensor
+    codec: Codec
+    payload: Tensor
+    shape: Shape
+    seed: int
+
+
 class State(ABC):
     """State that is kept per key from one step to the next."""
 
@@ -74,8 +87,9 @@ class State(ABC):
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether a step with float32 gradients can be undone on their device, without the host's decision: by
-        :meth:`Feedback.roll_back_if`, or by the method's own :attr:`collective`.
+        """Whether the device can decide a step with float32 gradients, without the host: by
+        :meth:`Feedback.roll_back_if`, by :meth:`Feedback.commit_unless` where :attr:`incremental`, or by the method's
+        own :attr:`collective`.
         """
         return False
 
@@ -374,6 +388,10 @@ class Feedback(State):
         """Do :meth:`roll_back` for several tensors, if ``bad``, one int32 on their device, is not zero."""
         raise TypeError(f"{self.name} cannot roll back on the device; the host must know whether a step is good")
 
+    def commit_unless(self, bad: Tensor, sent: Sequence[Encoded]) -> None:
+        """Do :meth:`commit` for several tensors, unless ``bad``, one int32 on their device, is not zero."""
+        raise TypeError(f"{self.name} cannot commit on the device; the host must know whether a step is good")
+
     def encodes_all(self, codec: Codec) -> bool:
         """Return whether :meth:`encode_all` works with this codec."""
         return False
@@ -381,7 +399,8 @@ class Feedback(State):
     def encode_all(
         self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
     ) -> bool:
-        """Encode and commit several float32 tensors, each into its own ``out``; :meth:`roll_back_if` undoes it.
+        """Encode several float32 tensors, each into its own ``out``, and commit them unless :attr:`incremental`;
+        :meth:`roll_back_if` undoes it.
 
         Returns:
             Whether all are finite; True where kernels record it on the device (:class:`~narrowband.kernels.Findings`).

@@ -213,10 +213,6 @@ class DGC(Feedback):
 
     @property
     def goes_ahead(self) -> bool:
-        return self.store == "fp32"
-
-    @property
-    def answers_late(self) -> bool:
         return True
 
     @property
@@ -255,7 +251,7 @@ class DGC(Feedback):
 
     def encodes_all(self, codec: Codec) -> bool:
         """Return whether :meth:`encode_all` works with this codec: if all that is sent has one unit."""
-        if not self.goes_ahead or self.accumulate != "gradients":
+        if self.store != "fp32" or self.accumulate != "gradients":
             return False
         return isinstance(codec, TopK) and codec.encodes_several
 
@@ -463,7 +459,9 @@ class DGC(Feedback):
             # The gradient's memory can hold the stored state, two tensors of at most 2 bytes per element.
             for kept, memory in zip(self._kept[key], self._memory(key, x), strict=True):
                 kept.copy_to(memory)
-            sent.undo = None  # frees the float32 sums that it refers to
+            sent.commit(arrived)
+            self._sent[key] = _Sent(None, None, sent.at, sent.rate)  # frees the float32 sums that it refers to
+            return
         sent.commit(arrived)
         sent.commit = None
 
@@ -500,11 +498,16 @@ class DGC(Feedback):
 
     def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
         committed: list[_Sent] = []
+        stored: list[tuple[Tensor, Tensor]] = []
         for key, x in zip(keys, xs, strict=True):
-            if self._sent[key].commit is None:
-                committed.append(self._sent.pop(key))
-            else:  # the host knew that it was not finite
+            if self._sent[key].commit is not None:  # the host knew that it was not finite
                 self.roll_back(key, x)
+                continue
+            committed.append(self._sent.pop(key))
+            if self.store != "fp32":
+                for kept, memory in zip(self._kept[key], self._memory(key, x), strict=True):
+                    stored += kept.places(memory)
+        kernels.restore_all_if(bad, [codes for codes, _ in stored], [former for _, former in stored])
         forgotten = [(*own.forgotten, own.at) for own in committed if own.at is not None and own.forgotten is not None]
         nows, olds, indices = zip(*forgotten, strict=True) if forgotten else ((), (), ())
         kernels.remember_all_if(bad, nows, indices, olds)

@@ -75,9 +75,8 @@ def _what_fits(residual: Tensor, x: Tensor, decay: float) -> Tensor:
 
 
 @functools.cache
-def _steps_as_ef(kind: type[ErrorFeedback]) -> bool:
-    """Return whether a class steps as ``ef`` does, so that kernels may do and undo a step on the device."""
-    calls = ("encode", "commit", "can_roll_back", "roll_back", "roll_back_if")
+def _has(kind: type[ErrorFeedback], *calls: str) -> bool:
+    """Return whether a class does these as ``ef`` does, so that kernels may do and undo a step on the device."""
     return all(getattr(kind, name) is getattr(ErrorFeedback, name) for name in calls)
 
 
@@ -170,9 +169,19 @@ class ErrorFeedback(Feedback):
         if self.store != "fp32":
             if not commit:
                 self._residuals[key] = residual  # until it is decided
-            elif finite:
-                self._close(key, residual)
+            else:
+                self._save(key, x)
+                if finite:
+                    self._close(key, residual)
         return finite, payload
+
+    def _save(self, key: str, x: Tensor) -> None:
+        """Before a residual is stored: let the gradient's memory, which holds the former one, hold its stored bytes."""
+        if self.store in ("bf16", "int8"):
+            self._kept[key].copy_to(self._memory(key, x))
+
+    def _memory(self, key: str, x: Tensor) -> Tensor:
+        return x.view(torch.uint8)[: self._kept[key].nbytes]
 
     def _open(self, key: str, x: Tensor, seed: int) -> None:
         """Make sure that a tensor that is about to be encoded has a residual, of zeros at first.
@@ -245,6 +254,8 @@ class ErrorFeedback(Feedback):
         else:
             codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
         norms = Norms(before, squared_norm(residual)) if measure else None
+        if x.dtype == torch.float32:
+            self._save(key, x)
         if x.dtype == torch.float32 and isinstance(codec, SelectingCodec) and self._keeps_in_one_pass(codec, shape):
             self._residuals.pop(key, None)
             at, values = codec.elements(payload, shape)
@@ -281,23 +292,36 @@ class ErrorFeedback(Feedback):
         elif self.store != "fp32":
             # If nothing was committed, the former residual is still stored. Otherwise x holds it.
             if self._residuals.pop(key, None) is None and x.dtype == torch.float32:
-                self._kept[key].keep(x, seed=None)
+                if self.store == "cpu":
+                    self._kept[key].keep(x, seed=None)
+                else:
+                    self._kept[key].copy_from(self._memory(key, x))
         elif x.dtype == torch.float32:
             self._residuals[key].copy_(x)
 
     @property
     def goes_ahead(self) -> bool:
-        return self.store == "fp32" and _steps_as_ef(type(self))
+        return self.store != "cpu" and self.answers_late
 
     @property
     def answers_late(self) -> bool:
-        return _steps_as_ef(type(self))
+        return _has(type(self), "encode", "commit", "can_roll_back", "roll_back", "roll_back_if")
 
     def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
-        kernels.restore_all_if(bad, [self._residuals[key] for key in keys], xs)
+        if self.store == "fp32":
+            kernels.restore_all_if(bad, [self._residuals[key] for key in keys], xs)
+            return
+        ways = [(self._in_one_pass.pop(key, None), key, x) for key, x in zip(keys, xs, strict=True)]
+        changed = [(self._kept[key], x) for in_one_pass, key, x in ways if in_one_pass]
+        codes, exponents = [kept.stored[0] for kept, _ in changed], [kept.stored[1] for kept, _ in changed]
+        kernels.take_former_all_if(bad, [x for _, x in changed], codes, exponents)
+        others = [(self._kept[key], self._memory(key, x)) for in_one_pass, key, x in ways if in_one_pass is None]
+        pairs = [pair for kept, memory in others for pair in kept.places(memory)]
+        kernels.restore_all_if(bad, [own for own, _ in pairs], [former for _, former in pairs])
 
     def encodes_all(self, codec: Codec) -> bool:
-        return codec.encodes_several and self.goes_ahead
+        several = codec.encodes_several and _has(type(self), "_encode", "encode_all")
+        return several and self.store == "fp32" and self.goes_ahead
 
     def encode_all(
         self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]

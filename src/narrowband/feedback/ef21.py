@@ -15,6 +15,7 @@ provably improves error feedback, 2023), because the change of a noisy gradient 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from narrowband.codecs import Codec, Shape
+    from narrowband.feedback.base import Encoded
 
 __all__ = ["EF21"]
 
@@ -119,8 +121,28 @@ class EF21(Feedback):
         """Nothing to do: g changes only in :meth:`commit`."""
 
     @property
-    def answers_late(self) -> bool:
+    def goes_ahead(self) -> bool:
         return True
+
+    def commit_unless(self, bad: Tensor, sent: Sequence[Encoded]) -> None:
+        references, xs = [self._sent_references[each.key] for each in sent], [each.x for each in sent]
+        torch._foreach_copy_(xs, references)
+        for g, each in zip(references, sent, strict=True):
+            each.codec.decode(each.payload, g.view(dims(each.shape)), seed=each.seed, accumulate=True)
+        kernels.restore_all_if(bad, references, xs)
+
+    def encodes_all(self, codec: Codec) -> bool:
+        return codec.encodes_several
+
+    def encode_all(
+        self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
+    ) -> bool:
+        """Encode several changes. They are not committed: see :meth:`commit_unless`."""
+        changes = list(xs)
+        torch._foreach_sub_(changes, [self._of(self._sent_references, key, x) for key, x in zip(keys, xs, strict=True)])
+        tops = torch.stack(torch._foreach_norm(changes, math.inf))
+        finite = kernels.holds((tops < TOO_LARGE).all())
+        return codec.encode_all(xs, outs, seeds=seeds) and finite
 
     # ---- the receiver ------------------------------------------------------------------------------------------------
 

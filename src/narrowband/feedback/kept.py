@@ -74,6 +74,11 @@ class Kept:
         """Restore the codes from before :meth:`compensate`, which has saved them in the gradient's memory."""
         kernels.take_former(x, self._codes, self._exponents)
 
+    @property
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """Its codes and, with ``int8``, their powers of two."""
+        return self._codes, self._exponents
+
     def read(self) -> Tensor:
         """Return the stored tensor as a new float32 tensor."""
         if self._exponents is None:
@@ -84,15 +89,16 @@ class Kept:
 
     def copy_to(self, memory: Tensor) -> None:
         """Copy the stored bytes into flat uint8 memory of :attr:`nbytes`."""
-        for codes, place in self._places(memory):
+        for codes, place in self.places(memory):
             place.copy_(codes)
 
     def copy_from(self, memory: Tensor) -> None:
         """Restore the bytes that :meth:`copy_to` has written to ``memory``."""
-        for codes, place in self._places(memory):
+        for codes, place in self.places(memory):
             codes.copy_(place)
 
-    def _places(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def places(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return its bytes, in two parts at most, each with the part of ``memory`` that :meth:`copy_to` writes."""
         own = [self._codes] if self._exponents is None else [self._codes, self._exponents]
         flat = [codes.view(torch.uint8) for codes in own]
         return list(zip(flat, torch.split(memory, [codes.numel() for codes in flat]), strict=True))

@@ -47,6 +47,7 @@ from narrowband.collectives import SerialExecutor, borrow, group_of
 from narrowband.errors import UnsupportedError
 from narrowband.gradients.ddp import DDPCompression, at_the_end_of_backward
 from narrowband.gradients.node import Node
+from narrowband.kernels import Findings
 from narrowband.units import whole_number
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ class TwoLevelCompression(DDPCompression):
         self._executor = SerialExecutor("narrowband-node")
         self._end = weakref.finalize(self, _end, self._executor, self._inside)
         self._on_way: list[_Bucket] = []
-        self._finite = True
+        self._findings: Findings | None = None  # what is not finite in this step
         self._own_numel = self._left = shares[
             rank
         ]  # elements of this rank's shards, and those still to come in this step
@@ -305,7 +306,7 @@ class TwoLevelCompression(DDPCompression):
             if not reduced:
                 self._tell_other_nodes()
         if last or self._stopped is not None:
-            buckets, self._on_way, self._finite = self._on_way, [], True
+            buckets, self._on_way, self._findings = self._on_way, [], None
             self._left, self._kept_back = self._own_numel, None
             for each in buckets:
                 self._resolve(each)
@@ -337,7 +338,11 @@ class TwoLevelCompression(DDPCompression):
         send.div_(self._size)  # before the sum, as DDP does: the sum may overflow in 16 bits
         bucket.own = self._node.sum_of_own(send)
         bucket.numel = sum(span.stop - span.start for span in bucket.pieces[self._rank])
-        self._finite &= kernels.all_finite(bucket.own[: bucket.numel].float())
+        if self._findings is None:
+            self._findings = Findings(buffer.device)
+        with self._findings.noting(Findings.OWN):
+            finite = kernels.all_finite(bucket.own[: bucket.numel].float())
+        self._findings.note(Findings.OWN, bad=not finite)  # of a loop that knew at once
         self._left -= bucket.numel
         if not last and not self._left:
             if bucket.numel:
@@ -347,11 +352,10 @@ class TwoLevelCompression(DDPCompression):
         if last:
             if self._kept_back is not None:
                 sent, names = self._kept_back
-            flag = torch.tensor(float(self._finite), dtype=torch.float32, device=buffer.device)
-            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._inside.group)
+            flag = self._findings.place(Findings.OWN)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._inside.group)
             assert sent.own is not None
-            if not bool(flag):  # on all ranks of the node
-                sent.own[: sent.numel].fill_(math.nan)
+            kernels.poison_all_if(flag, [sent.own[: sent.numel]])  # on all ranks of the node
         assert sent.own is not None
         sent.averaged = self.feed(sent.own[: sent.numel], names, last=last)
 

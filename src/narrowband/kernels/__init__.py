@@ -31,6 +31,7 @@ from narrowband.kernels.compensation import (
     all_finite,
     all_zero,
     all_zero_each,
+    clear_all_if,
     compensate,
     compensate_select_topk,
     difference,
@@ -38,12 +39,11 @@ from narrowband.kernels.compensation import (
     encode_topk_all,
     poison_all_if,
     restore_all_if,
-    restore_if,
     take_difference,
 )
 from narrowband.kernels.findings import Findings, holds
 from narrowband.kernels.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
-from narrowband.kernels.kept import compensate_kept, take_former
+from narrowband.kernels.kept import compensate_kept, take_former, take_former_all_if
 from narrowband.kernels.knapsack import cheapest_within
 from narrowband.kernels.levels import levels_decode, levels_encode, levels_nbytes
 from narrowband.kernels.lowrank import (
@@ -121,6 +121,7 @@ __all__ = [
     "cheapest_within",
     "check_indices",
     "checksum",
+    "clear_all_if",
     "compensate",
     "compensate_kept",
     "compensate_project",
@@ -174,7 +175,6 @@ __all__ = [
     "read_from_8",
     "remember_all_if",
     "restore_all_if",
-    "restore_if",
     "row_extremes",
     "sample_rank",
     "sample_size",
@@ -189,4 +189,5 @@ __all__ = [
     "split_shares",
     "take_difference",
     "take_former",
+    "take_former_all_if",
 ]

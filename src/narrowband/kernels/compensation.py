@@ -16,6 +16,7 @@ __all__ = [
     "all_finite",
     "all_zero",
     "all_zero_each",
+    "clear_all_if",
     "compensate",
     "compensate_select_topk",
     "difference",
@@ -23,7 +24,6 @@ __all__ = [
     "encode_topk_all",
     "poison_all_if",
     "restore_all_if",
-    "restore_if",
     "take_difference",
 ]
 
@@ -128,13 +128,10 @@ def all_zero_each(xs: Sequence[Tensor]) -> list[bool]:
     return cast("list[bool]", backend_of(xs[0]).all_zero_each(xs)) if xs else []
 
 
-def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
-    """``out = x`` if ``bad``, one int32 on the tensors' device, is not zero; the host does not wait for ``bad``."""
-    backend_of(out).restore_if(bad, out, x)
-
-
 def restore_all_if(bad: Tensor, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """Apply :func:`restore_if` to several tensors, all float32."""
+    """``out = x`` for several pairs of contiguous tensors of equal dtype, if ``bad``, one int32 on their device, is not
+    zero. The host does not wait for ``bad``.
+    """
     if outs:
         backend_of(outs[0]).restore_all_if(bad, outs, xs)
 
@@ -145,3 +142,9 @@ def poison_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
     """
     if xs:
         backend_of(xs[0]).poison_all_if(bad, xs)
+
+
+def clear_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
+    """As :func:`poison_all_if`, with zeros instead of NaN."""
+    if xs:
+        backend_of(xs[0]).clear_all_if(bad, xs)

@@ -10,14 +10,14 @@ from narrowband.kernels.backends import backend_of
 from narrowband.kernels.stores import STORE_GROUP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-__all__ = ["compensate_kept", "former_places", "put_former", "take_former"]
+__all__ = ["GROUPS", "compensate_kept", "former_places", "put_former", "take_former", "take_former_all_if"]
 
 #: Number of groups whose powers of two lie together in the gradient's memory.
-_GROUPS = 64
+GROUPS = 64
 
 
 def compensate_kept(
@@ -60,6 +60,16 @@ def take_former(x: Tensor, codes: Tensor, exponents: Tensor | None) -> None:
         own.copy_(memory)
 
 
+def take_former_all_if(
+    bad: Tensor, xs: Sequence[Tensor], codes: Sequence[Tensor], exponents: Sequence[Tensor | None]
+) -> None:
+    """Apply :func:`take_former` to several residuals of one format, if ``bad``, one int32 on their device, is not zero.
+    The host does not wait for ``bad``.
+    """
+    if xs:
+        backend_of(xs[0]).take_former_all_if(bad, xs, codes, exponents)
+
+
 def put_former(x: Tensor, codes: Tensor, exponents: Tensor | None) -> None:
     """Write the residual into the gradient's memory.
 
@@ -79,10 +89,10 @@ def former_places(x: Tensor, codes: Tensor | None, exponents: Tensor | None) -> 
         yield memory[: groups * room].view(groups, room)[:, :STORE_GROUP], codes[:whole].view(groups, STORE_GROUP)
         yield memory[groups * room :][: n - whole], codes[whole:]
     if exponents is not None:
-        memory, size = x.view(torch.int8), _GROUPS * STORE_GROUP
+        memory, size = x.view(torch.int8), GROUPS * STORE_GROUP
         several = n // size
-        behind = memory[: 4 * several * size].view(several, 4 * size)[:, STORE_GROUP : STORE_GROUP + _GROUPS]
-        yield behind, exponents[: several * _GROUPS].view(several, _GROUPS)
-        rest = exponents[several * _GROUPS :]
+        behind = memory[: 4 * several * size].view(several, 4 * size)[:, STORE_GROUP : STORE_GROUP + GROUPS]
+        yield behind, exponents[: several * GROUPS].view(several, GROUPS)
+        rest = exponents[several * GROUPS :]
         begin = 4 * several * size + min(STORE_GROUP, n - several * size)
         yield memory[begin : begin + rest.numel()], rest

@@ -66,7 +66,7 @@ def loops_of(package: str = "narrowband.kernels.cuda") -> tuple[list[str], list[
 
     Example:
         >>> own, plain = loops_of("narrowband.kernels.cpu")
-        >>> "quantize_groups" in own, "restore_if" in plain
+        >>> "quantize_groups" in own, "restore_all_if" in plain
         (True, True)
     """
     from narrowband.kernels.backends import Backend

@@ -95,7 +95,9 @@ def main(capability: int, *, every: bool, counting: list[str]) -> None:
     cuda.all_finite(x)
     with Findings(x.device).noting(Findings.OWN):
         cuda.all_finite(x)
-    cuda.restore_if(torch.zeros(1, dtype=torch.int32), x, x)
+    cuda.restore_all_if(torch.zeros(1, dtype=torch.int32), [codes], [codes])
+    for own, powers in ((codes, exponents), (half, None)):
+        cuda.take_former_all_if(torch.zeros(1, dtype=torch.int32), [x], [own], [powers])
     cuda.poison_all_if(torch.zeros(2, dtype=torch.int32), [x, half, x.half(), x.double()])
     cuda.compensate(x, x.clone(), decay=0.9)
     cuda.difference(x, x.clone(), x.clone())

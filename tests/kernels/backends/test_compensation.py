@@ -194,15 +194,18 @@ def test_one_nan_anywhere_is_found(where: int) -> None:
 @pytest.mark.parametrize("bad", [0, 1])
 def test_what_is_restored_or_poisoned_if_a_note_says_so(n: int, bad: int) -> None:
     x, y, note = make("any-bits", n), make("normal", n, 1), torch.tensor([bad], dtype=torch.int32)
-    on_all("restore_if", note, y, x)
+    on_all("restore_all_if", note, [y, y.bfloat16()[1:], y.view(torch.int8)], [x, x.bfloat16()[1:], x.view(torch.int8)])
     several = [y.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16)] + [y.clone()]
     for notes in (note, torch.cat((torch.zeros_like(note), note))):
         on_all("poison_all_if", notes, several)
+        on_all("clear_all_if", notes, several)
     out = y.clone()
-    reference.restore_if(note, out, x)
+    reference.restore_all_if(note, [out], [x])
     assert_same(out, x if bad else y)
     reference.poison_all_if(note, [out])
     assert bool(out.isnan().all()) == bool(bad) or not bad
+    reference.clear_all_if(note, [out])
+    assert not out.any() or not bad
 
 
 @pytest.mark.parametrize("broken", [0.0, math.inf, math.nan])

@@ -100,6 +100,24 @@ def test_backends_agree(store: str, n: int, share: float, kind: str, decay: floa
 
 
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("bad", [0, 1])
+def test_several_are_undone_if_a_note_says_so(store: str, bad: int) -> None:
+    sizes = [1, 65, 4096, 4160, 33_000]
+    xs = [make("any-bits", n, seed) for seed, n in enumerate(sizes)]
+    held = [residual_in(store, make("normal", n)) for n in sizes]
+    for backend in BACKENDS:
+        memories = [place(backend, x.clone()) for x in xs]
+        own = [[None if value is None else place(backend, value) for value in pair] for pair in held]
+        note = place(backend, torch.tensor([bad], dtype=torch.int32))
+        backend.take_former_all_if(note, memories, [pair[0] for pair in own], [pair[1] for pair in own])
+        for x, pair, before in zip(xs, own, held, strict=True):
+            expected = [None if value is None else value.clone() for value in before]
+            if bad:
+                kernels.take_former(x, *expected)
+            assert_same([None if value is None else value.cpu() for value in pair], expected)
+
+
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize(("n", "k", "sampled"), [(65, 3, False), (4160, 60, True)])
 def test_every_backend(store: str, n: int, k: int, sampled: bool) -> None:
     x, held = make("normal", n), residual_in(store, make("normal", n, 1))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "all_finite",
     "all_zero_each",
+    "clear_all_if",
     "compensate",
     "compensate_select_topk",
     "difference",
@@ -38,7 +39,6 @@ __all__ = [
     "encode_topk_all",
     "poison_all_if",
     "restore_all_if",
-    "restore_if",
     "take_difference",
 ]
 
@@ -92,26 +92,12 @@ def _take_difference(x, base, tops, n, WIDTH: tl.constexpr):
 
 
 @kernel
-def _restore(bad, out, x, n, WIDTH: tl.constexpr, SHARE: tl.constexpr):
-    if tl.load(bad) != 0:
-        _copy(out, x, n, tl.program_id(0).to(tl.int64), WIDTH, SHARE)
-
-
-@kernel
-def _copy(out, x, n, part, WIDTH: tl.constexpr, SHARE: tl.constexpr):
-    """Copy a program's share of a tensor, tile by tile."""
-    for first in range(0, SHARE, WIDTH):
-        i = part * SHARE + first + tl.arange(0, WIDTH)
-        tl.store(out + i, tl.load(x + i, mask=i < n, other=0.0), mask=i < n)
-
-
-@kernel
-def _poison_segments(
+def _fill_segments(
     table, count, bad, notes,
-    NAN: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
+    BITS: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
     NOTES: tl.constexpr,
 ):  # fmt: skip
-    """Write the bits of NaN, as integers of the dtype's width, into all elements."""
+    """Write the bits of a number, as integers of the dtype's width, into all elements."""
     note = tl.arange(0, NOTES)
     if tl.max((tl.load(bad + note, mask=note < notes, other=0) != 0).to(tl.int32), 0) > 0:
         own, part = segment(table, count, 3, SEGMENTS)
@@ -119,27 +105,32 @@ def _poison_segments(
         n = tl.load(own + 2)
         for first in range(0, SHARE, WIDTH):
             i = part * SHARE + first + tl.arange(0, WIDTH)
-            tl.store(x + i, tl.full((WIDTH,), NAN, TYPE), mask=i < n)
+            tl.store(x + i, tl.full((WIDTH,), BITS, TYPE), mask=i < n)
 
 
 @kernel
-def _restore_segments(table, count, bad, WIDTH: tl.constexpr, SHARE: tl.constexpr, SEGMENTS: tl.constexpr):
+def _restore_segments(
+    table, count, bad, TYPE: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, SEGMENTS: tl.constexpr
+):  # fmt: skip
     if tl.load(bad) != 0:
         own, part = segment(table, count, 4, SEGMENTS)
-        out = tl.load(own + 1).to(tl.pointer_type(tl.float32))
-        x = tl.load(own + 2).to(tl.pointer_type(tl.float32))
-        _copy(out, x, tl.load(own + 3), part, WIDTH, SHARE)
+        out = tl.load(own + 1).to(tl.pointer_type(TYPE))
+        x = tl.load(own + 2).to(tl.pointer_type(TYPE))
+        n = tl.load(own + 3)
+        for first in range(0, SHARE, WIDTH):
+            i = part * SHARE + first + tl.arange(0, WIDTH)
+            tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
 
 
 def restore_all_if(bad: Tensor, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    segments = Segments(outs[0])
+    words, bytes_ = Segments(outs[0]), Segments(outs[0])
     for out, x in zip(outs, xs, strict=True):
-        segments.add(-(-out.numel() // _RARE), out.data_ptr(), x.data_ptr(), out.numel())
-    segments.run(_restore_segments, bad, WIDTH=BLOCK, SHARE=_RARE)
-
-
-def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
-    run(_restore, -(-out.numel() // _RARE), bad, out, x, out.numel(), on=out, WIDTH=BLOCK, SHARE=_RARE)
+        numbers = out.data_ptr(), x.data_ptr(), out.nbytes
+        whole = not any(number % 4 for number in numbers)
+        n = out.nbytes // 4 if whole else out.nbytes
+        (words if whole else bytes_).add(-(-n // _RARE), *numbers[:2], n)
+    for segments, kind in ((words, tl.int32), (bytes_, tl.int8)):
+        segments.run(_restore_segments, bad, TYPE=kind, WIDTH=BLOCK, SHARE=_RARE)
 
 
 #: For each dtype, the bits of NaN, and the integer dtype of the same width.
@@ -152,16 +143,24 @@ _NAN = {
 
 
 def poison_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
+    _fill_all_if(bad, xs, nan=True)
+
+
+def clear_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
+    _fill_all_if(bad, xs, nan=False)
+
+
+def _fill_all_if(bad: Tensor, xs: Sequence[Tensor], *, nan: bool) -> None:
     for dtype in dict.fromkeys(x.dtype for x in xs):
         own = [x for x in xs if x.dtype == dtype]
         if dtype not in _NAN or not all(x.is_contiguous() for x in own):
-            reference.poison_all_if(bad, own)
+            (reference.poison_all_if if nan else reference.clear_all_if)(bad, own)
             continue
-        segments, (nan, kind) = Segments(own[0]), _NAN[dtype]
+        segments, (bits, kind) = Segments(own[0]), _NAN[dtype]
         for x in own:
             segments.add(-(-x.numel() // _RARE), x.data_ptr(), x.numel())
-        form = {"NAN": nan, "TYPE": kind, "NOTES": triton.next_power_of_2(bad.numel())}
-        segments.run(_poison_segments, bad, bad.numel(), WIDTH=BLOCK, SHARE=_RARE, **form)
+        form = {"BITS": bits if nan else 0, "TYPE": kind, "NOTES": triton.next_power_of_2(bad.numel())}
+        segments.run(_fill_segments, bad, bad.numel(), WIDTH=BLOCK, SHARE=_RARE, **form)
 
 
 def _below(loop: Any, below: float, n: int, *arrays: Tensor, **scalars: float) -> bool:

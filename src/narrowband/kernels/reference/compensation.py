@@ -23,6 +23,7 @@ __all__ = [
     "all_finite",
     "all_zero",
     "all_zero_each",
+    "clear_all_if",
     "compensate",
     "compensate_select_topk",
     "difference",
@@ -30,7 +31,6 @@ __all__ = [
     "encode_topk_all",
     "poison_all_if",
     "restore_all_if",
-    "restore_if",
     "take_difference",
 ]
 
@@ -124,16 +124,20 @@ def all_finite(x: Tensor, *, below: float = math.inf) -> bool:
     return not tops or bool(torch.stack(tops).amax().cpu() < limit)
 
 
-def restore_if(bad: Tensor, out: Tensor, x: Tensor) -> None:
-    out.copy_(torch.where(bad != 0, x, out))
-
-
 def restore_all_if(bad: Tensor, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     for out, x in zip(outs, xs, strict=True):
-        restore_if(bad, out, x)
+        out.copy_(torch.where(bad != 0, x, out))
 
 
 def poison_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
+    _fill_all_if(bad, xs, math.nan)
+
+
+def clear_all_if(bad: Tensor, xs: Sequence[Tensor]) -> None:
+    _fill_all_if(bad, xs, 0.0)
+
+
+def _fill_all_if(bad: Tensor, xs: Sequence[Tensor], value: float) -> None:
     wrong = (bad != 0).any()
     for x in xs:
-        x.masked_fill_(wrong, math.nan)
+        x.masked_fill_(wrong, value)

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from narrowband.kernels.kept import put_former
+from narrowband.kernels.kept import former_places, put_former
 from narrowband.kernels.reference import compensation, stores
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["compensate_kept"]
+__all__ = ["compensate_kept", "take_former_all_if"]
 
 
 class Options(NamedTuple):
@@ -37,6 +39,14 @@ def compensate_kept(
 ) -> tuple[bool, Tensor, Tensor]:
     options = Options(decay, sampled, seed, rounding)
     return kept_by_parts(stores, compensation, x, codes, exponents, k, options)
+
+
+def take_former_all_if(
+    bad: Tensor, xs: Sequence[Tensor], codes: Sequence[Tensor], exponents: Sequence[Tensor | None]
+) -> None:
+    for each in zip(xs, codes, exponents, strict=True):
+        for memory, own in former_places(*each):
+            own.copy_(torch.where(bad != 0, memory, own))
 
 
 def kept_by_parts(
