@@ -27,6 +27,9 @@ SPECS = [
 ]  # fmt: skip
 BAD = 3
 
+#: Of two ranks each.
+NODES = {"nodes": 2}
+
 #: Averages are encoded, too.
 SCATTERED = {"collective": "scatter_reduce"}
 
@@ -171,6 +174,8 @@ def test_what_a_rank_has_of_a_parameter_waits_while_it_has_no_gradient(spec, ave
         ("topk:density=0.1+ef", {"small": "fp16"}, True),
         ("topk:density=0.1+ef", {}, False),
         ("dgc:density=0.1,nesterov=true", {"warmup_steps": 9}, True),
+        ("uniform:bits=4+ef", NODES, True),
+        ("topk:density=0.1+ef", NODES, True),
         ("qsgd:bits=4", SCATTERED, True),
         ("uniform:bits=4+ef:decay=0.9", SCATTERED, True),
         ("sign+ef", SCATTERED, True),
@@ -181,7 +186,7 @@ def test_what_a_rank_has_of_a_parameter_waits_while_it_has_no_gradient(spec, ave
     ],
 )
 def test_what_the_device_decides_is_what_the_host_would(spec, options, bad):
-    ranks = 3 if options is SCATTERED else 2
+    ranks = 4 if options is NODES else 3 if options is SCATTERED else 2
     own, theirs = (run_ranks(trained, ranks, spec, ahead, bad, options) for ahead in (True, False))
     for (parameters, kept, averages, skipped, waited), (expected, its, others, count, never) in zip(
         own, theirs, strict=True

@@ -5,6 +5,7 @@ much more. Loops are not run; the CPU's tensors play those of a GPU.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -18,6 +19,7 @@ import narrowband as nb
 from narrowband.averaging import core, warmup
 from narrowband.averaging import step as steps
 from narrowband.collectives import Engine, exchange
+from narrowband.gradients.levels import TwoLevelCompression
 from narrowband.kernels import backends
 from tests.ranks import run_ranks
 
@@ -66,8 +68,10 @@ class _Transformer(nn.Module):
         return sum(p.sum() for p in self.parameters())
 
 
-def counted(rank, world_size, spec):
-    """What a step starts: loops, tables of tensors, operators, waits; once buckets have settled."""
+def counted(rank, world_size, spec, nodes=None):
+    """What a step starts: loops, tables of tensors, operators, waits; once buckets have settled. With ``nodes``, what
+    is done inside a node counts, too.
+    """
     started: Counter[str] = Counter()
     counting = [False]
 
@@ -91,19 +95,24 @@ def counted(rank, world_size, spec):
         with _Operators(started):
             return plain_try(self, what)
 
+    def counting_reduce(self, *arguments, **options):
+        with _Operators(started) if counting[0] else nullcontext():
+            plain_reduce(self, *arguments, **options)
+
     def tolist(self):
         started["waits"] += counting[0]
         return plain_list(self)
 
     plain_list, torch.Tensor.tolist = torch.Tensor.tolist, tolist  # it calls no operator
     launching._on_device, Engine._try = table, counting_try
+    plain_reduce, TwoLevelCompression._reduce = TwoLevelCompression._reduce, counting_reduce
     torch.empty = torch.zeros  # what no loop has written should be possible
     import_module("narrowband.kernels.cuda.candidates").LONG //= 3**2
     exchange.ASYNCHRONOUS = {"cpu"}
     backends.PACKAGES["cpu"], steps.AHEAD = "narrowband.kernels.cuda", {"cpu"}
     core.warm_up = warmup.use_all = lambda *_, **__: None
     model = DistributedDataParallel(_Transformer(), bucket_cap_mb=_BUCKET_MB)
-    handle = nb.compress_gradients(model, spec, min_numel=1024)
+    handle = nb.compress_gradients(model, spec, min_numel=1024, nodes=nodes)
     for step in range(4):
         handle._total.relative_error = 0.0  # otherwise every step would measure it: there is none to be seen
         started.clear()
@@ -148,6 +157,13 @@ def test_among_four_ranks_a_step_starts_little_more():
     assert found["waits"] == 1
     assert found["loops"] == found["tables"] <= 57, found
     assert found["operators"] <= 162
+
+
+def test_inside_of_nodes_nobody_waits_for_the_device():
+    found, *_ = run_ranks(counted, 4, "uniform:bits=4+ef", 2, fresh=True)
+    assert (
+        found["waits"] == 3
+    )  # for nodes to compare what they do; the others read the last step's notes, in host memory
 
 
 #: Spec → the most waits of a step: two for each of 13 buckets, for what is not finite and for rows to draw anew, and

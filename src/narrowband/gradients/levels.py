@@ -288,6 +288,13 @@ class TwoLevelCompression(DDPCompression):
         self._executor.post(lambda: self._run(own, names, event, last=last))
         return future
 
+    def _zeros_count(self, *, in_backward: bool) -> bool:
+        """See :meth:`Averaging._zeros_count`. A step begins on the executor's thread, and not in the backward pass that
+        it belongs to.
+        """
+        del in_backward
+        return super()._zeros_count(in_backward=self._raises_later)
+
     # ---- on the thread -----------------------------------------------------------------------------------------------
 
     def _run(self, bucket: _Bucket, names: Sequence[str], event: torch.cuda.Event | None, *, last: bool) -> None:
