@@ -68,7 +68,7 @@ class _Transformer(nn.Module):
         return sum(p.sum() for p in self.parameters())
 
 
-def counted(rank, world_size, spec, nodes=None):
+def counted(rank, world_size, spec, nodes=None, dtype=torch.float32):
     """What a step starts: loops, tables of tensors, operators, waits; once buckets have settled. With ``nodes``, what
     is done inside a node counts, too.
     """
@@ -111,7 +111,7 @@ def counted(rank, world_size, spec, nodes=None):
     exchange.ASYNCHRONOUS = {"cpu"}
     backends.PACKAGES["cpu"], steps.AHEAD = "narrowband.kernels.cuda", {"cpu"}
     core.warm_up = warmup.use_all = lambda *_, **__: None
-    model = DistributedDataParallel(_Transformer(), bucket_cap_mb=_BUCKET_MB)
+    model = DistributedDataParallel(_Transformer().to(dtype), bucket_cap_mb=_BUCKET_MB)
     handle = nb.compress_gradients(model, spec, min_numel=1024, nodes=nodes)
     for step in range(4):
         handle._total.relative_error = 0.0  # otherwise every step would measure it: there is none to be seen
@@ -157,6 +157,13 @@ def test_among_four_ranks_a_step_starts_little_more():
     assert found["waits"] == 1
     assert found["loops"] == found["tables"] <= 57, found
     assert found["operators"] <= 162
+
+
+def test_gradients_in_16_bits_cost_a_copy_each():
+    (found,) = run_ranks(counted, 1, "qsgd:bits=4", None, torch.bfloat16, fresh=True)
+    assert found.get("waits", 0) == 0
+    assert found["loops"] == found["tables"] <= 15, found
+    assert found["operators"] <= 90, found
 
 
 def test_inside_of_nodes_nobody_waits_for_the_device():

@@ -167,7 +167,10 @@ class Layers:
         if self.small is not None:
             kinds.add(self.small)
         dtypes = {p.vector.dtype for p in self.parameters.by_name.values() if p.compressed or p.vector.compressed}
-        return dtypes <= {torch.float32} and all(self.collective_for(kind).goes_ahead(kind.codec) for kind in kinds)
+        if dtypes - {torch.float32} and not all(state.goes_ahead_in_16 for state in self.states.values()):
+            return False
+        known = dtypes <= {torch.float32, torch.float16, torch.bfloat16}
+        return known and all(self.collective_for(kind).goes_ahead(kind.codec) for kind in kinds)
 
     @property
     def states(self) -> dict[str, State]:

@@ -184,6 +184,11 @@ class Codec(ABC):
         return out
 
     @property
+    def widens(self) -> bool:
+        """Whether a payload of a tensor in 16 bits is that of its numbers in float32."""
+        return False
+
+    @property
     def encodes_several(self) -> bool:
         """Whether :meth:`encode_all` encodes several tensors with no more GPU kernel launches than one takes."""
         return False

@@ -82,6 +82,10 @@ class GroupedCodec(Codec):
         )
 
     @property
+    def widens(self) -> bool:
+        return True
+
+    @property
     def encodes_several(self) -> bool:
         return self._grouping(1) == self._grouping(2)  # one launch takes tensors of any size
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from narrowband.collectives.engine import QueueName, Transfer
-from narrowband.collectives.exchange import TRAILER, Exchange, Sent, alike, takes_means
+from narrowband.collectives.exchange import TRAILER, Exchange, Sent, alike, give_means, take_means
 from narrowband.collectives.primitives import all_gather, all_gather_in_pairs, concatenated, spans_of
 from narrowband.collectives.traffic import all_gather_nbytes
 from narrowband.kernels import Findings
@@ -122,15 +122,14 @@ class AllGather(Exchange):
         if self.findings is not None or self._runs_behind(self._received):
             for own in alike(self.operands):
                 codec, some = self.operands[own[0]].codec, [self.operands[at] for at in own]
-                if codec.decodes_several and self._fixed and all(takes_means(each) for each in some):
-                    spans, outs = [self._spans[0][at] for at in own], [each.average for each in some]
+                outs = take_means(some) if codec.decodes_several and self._fixed else None
+                if outs is not None:
+                    spans = [self._spans[0][at] for at in own]
                     shapes = [each.shape for each in some]
                     seeds = [[each.seed_of(rank) for rank in range(size)] for each in some]
                     codec.decode_means(self._received, spans, outs, shapes=shapes, seeds=seeds)
                     left = [at for at in left if at not in set(own)]
-                    for each in some:
-                        if each.feedback is not None and good:
-                            each.feedback.deliver(each.key, each.average)
+                    give_means(some, outs, good)
         for i in left:
             operand = self.operands[i]
             if self._fixed:

@@ -57,6 +57,10 @@ class Chunked(Codec):
         return torch.tensor([sizes[length] for length in lengths], dtype=torch.int64, device="cpu")
 
     @property
+    def widens(self) -> bool:
+        return True
+
+    @property
     def encodes_several(self) -> bool:
         return self.codec.encodes_several
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from narrowband.collectives.peers import Peers
     from narrowband.feedback import Feedback, State
 
-__all__ = ["TRAILER", "Exchange", "Sent", "alike", "takes_means"]
+__all__ = ["TRAILER", "Exchange", "Sent", "alike", "give_means", "take_means"]
 
 #: Types of devices that run asynchronously to the host, which waits for their answers.
 ASYNCHRONOUS = {"cuda"}
@@ -58,19 +58,39 @@ class Sent(NamedTuple):
 
 
 def alike(operands: Sequence[Operand], without: Collection[str] = ()) -> list[list[int]]:
-    """Group the indices of operands that have the same codec and feedback; order is kept.
+    """Group the indices of operands that have the same codec, feedback and dtype; order is kept.
 
     Operands whose keys are in ``without`` have groups of their own.
     """
-    kinds: dict[tuple[Codec, int, bool], list[int]] = {}
+    kinds: dict[tuple[Codec, int, torch.dtype, bool], list[int]] = {}
     for at, operand in enumerate(operands):
-        kinds.setdefault((operand.codec, id(operand.feedback), operand.key in without), []).append(at)
+        kind = operand.codec, id(operand.feedback), operand.x.dtype, operand.key in without
+        kinds.setdefault(kind, []).append(at)
     return [*kinds.values()]
 
 
-def takes_means(operand: Operand) -> bool:
-    """Return whether means can be decoded into the average's own memory."""
-    return operand.average.dtype == torch.float32 and not operand.incremental and bool(operand.x.numel())
+def take_means(operands: Sequence[Operand]) -> list[Tensor] | None:
+    """Return float32 memory for the mean of each operand, or None if means of these have to be decoded one by one.
+
+    It is the average's own memory, if that is float32. Otherwise :func:`give_means` copies the means there.
+    """
+    if not all(operand.x.numel() and not operand.incremental for operand in operands):
+        return None
+    averages = [operand.average for operand in operands]
+    if not all(average.dtype == torch.float32 for average in averages) and not operands[0].codec.widens:
+        return None
+    wide = torch.float32
+    return [x if x.dtype == wide else torch.empty(x.numel(), dtype=wide, device=x.device) for x in averages]
+
+
+def give_means(operands: Sequence[Operand], means: Sequence[Tensor], good: bool) -> None:
+    """Deliver means in the memory of :func:`take_means`."""
+    narrow = [(each.average, mean) for each, mean in zip(operands, means, strict=True) if mean is not each.average]
+    if narrow:
+        torch._foreach_copy_([average for average, _ in narrow], [mean for _, mean in narrow])
+    for each in operands:
+        if each.feedback is not None and good:
+            each.feedback.deliver(each.key, each.average)
 
 
 class Exchange(ABC):
@@ -266,15 +286,15 @@ class Exchange(ABC):
             some, outs = [operands[at] for at in own], [places[at] for at in own]
             codec, feedback = self._codec(some[0]), None if some[0].key in self._zeros else some[0].feedback
             several: dict[str, Any] = {"seeds": [each.seed_of(self.peers.rank) for each in some], "outs": outs}
-            xs = [each.x for each in some]
-            if feedback is not None and feedback.encodes_all(codec):
+            xs, wide = [each.x for each in some], some[0].x.dtype == torch.float32
+            if feedback is not None and wide and feedback.encodes_all(codec):
                 for each in some:
                     self._claim(each)
                 finite = [feedback.encode_all([each.key for each in some], xs, codec, **several)] * len(some)
                 for each in some:
                     each.compensated, each.committed = True, not each.incremental
-            elif feedback is None and codec.encodes_several:
-                finite = [codec.encode_all(xs, **several)] * len(some)
+            elif feedback is None and codec.encodes_several and (wide or codec.widens):
+                finite = [codec.encode_all([x.float() for x in xs], **several)] * len(some)
             else:
                 finite = [self._encoded(each, place)[0] for each, place in zip(some, outs, strict=True)]
             self._locally_finite &= all(finite)
@@ -368,7 +388,7 @@ class Exchange(ABC):
         """Roll feedback back that is already committed, and commit the rest, as ``bad``, on the device, says of the
         step.
         """
-        by_state: dict[int, list[Encoded]] = {}
+        by_state: dict[tuple[int, bool], list[Encoded]] = {}
         states: dict[int, Feedback] = {}
         for operand, payload in zip(self.operands, self._payloads, strict=False):
             if operand.compensated:
@@ -376,13 +396,13 @@ class Exchange(ABC):
                 state, seed = operand.feedback, operand.seed_of(self.peers.rank)
                 sent = Encoded(operand.key, operand.x, self._codec(operand), payload, operand.shape, seed)
                 states[id(state)] = state
-                by_state.setdefault(id(state), []).append(sent)
-        for at, some in by_state.items():
-            if states[at].incremental:
-                with self._noting(Findings.ANY):
+                by_state.setdefault((id(state), state.can_roll_back(operand.x)), []).append(sent)
+        for (at, returns), some in by_state.items():
+            with self._noting(Findings.ANY):
+                if returns:
+                    states[at].roll_back_if(bad, [each.key for each in some], [each.x for each in some])
+                else:
                     states[at].commit_unless(bad, some)
-            else:
-                states[at].roll_back_if(bad, [each.key for each in some], [each.x for each in some])
 
     def _commit(self, operand: Operand, payload: Tensor) -> None:
         assert operand.feedback is not None

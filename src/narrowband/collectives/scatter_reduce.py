@@ -25,7 +25,7 @@ from narrowband import kernels
 from narrowband.codecs.base import numel_of
 from narrowband.collectives.chunked import Chunked
 from narrowband.collectives.engine import QueueName, Transfer
-from narrowband.collectives.exchange import TRAILER, Exchange, Sent, alike, takes_means
+from narrowband.collectives.exchange import TRAILER, Exchange, Sent, alike, give_means, take_means
 from narrowband.collectives.primitives import all_gather, all_to_all, spans_of
 from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes
 from narrowband.kernels import Findings
@@ -238,7 +238,8 @@ class ScatterReduce(Exchange):
         if not chunks:
             return True
         codec, errors = chunks[0].operand.codec, [self._owned(chunk) for chunk in chunks]
-        if self.findings is not None and codec.encodes_several:
+        wide = chunks[0].operand.dtype == torch.float32
+        if self.findings is not None and codec.encodes_several and wide:
             seeds, outs = [chunk.seed for chunk in chunks], [chunk.out for chunk in chunks]
             means = [chunk.mean for chunk in chunks]
             return codec.encode_all(means, outs, seeds=seeds, residuals=errors, decay=decay)
@@ -274,17 +275,18 @@ class ScatterReduce(Exchange):
         spans = [spans_of(column) for column in self._columns]
         for own in alike(self.operands):
             some = [self.operands[at] for at in own]
-            if self._ahead(self._received) and all(takes_means(each) for each in some):
+            means = take_means(some) if self._ahead(self._received) else None
+            if means is not None:
                 flat, width = self._received.view(1, -1), self._received.shape[1]
                 chunks = []
-                for operand, at in zip(some, own, strict=True):
+                for operand, at, mean in zip(some, own, means, strict=True):
                     for j, cut in enumerate(self._cuts(operand)):
                         place = slice(j * width + spans[j][at].start, j * width + spans[j][at].stop)
-                        chunks += [(operand, place, operand.average[cut])] if cut.stop > cut.start else []
+                        chunks += [(operand, place, mean[cut])] if cut.stop > cut.start else []
                 self._decode_all(flat, chunks)
+                give_means(some, means, good)
                 for operand in some:
-                    if operand.feedback is not None and good:
-                        operand.feedback.deliver(operand.key, operand.average)
+                    _clamp(operand.average)
                 continue
             for at in own:
                 with self._mean_of(self.operands[at], good) as mean:
@@ -354,5 +356,8 @@ def _decode(codec: Codec, payload: Tensor, out: Tensor) -> Tensor:
     """Decode a mean as it is delivered. In float16 it is clamped: the mean plus an owner's error, or the codec's own
     error, may exceed the range. The owner sends the rest later.
     """
-    codec.decode(payload, out)
-    return out.clamp_(-_FP16_MAX, _FP16_MAX) if out.dtype == torch.float16 else out
+    return _clamp(codec.decode(payload, out))
+
+
+def _clamp(x: Tensor) -> Tensor:
+    return x.clamp_(-_FP16_MAX, _FP16_MAX) if x.dtype == torch.float16 else x

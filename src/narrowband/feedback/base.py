@@ -88,8 +88,15 @@ class State(ABC):
     @property
     def goes_ahead(self) -> bool:
         """Whether the device can decide a step with float32 gradients, without the host: by
-        :meth:`Feedback.roll_back_if`, by :meth:`Feedback.commit_unless` where :attr:`incremental`, or by the method's
-        own :attr:`collective`.
+        :meth:`Feedback.roll_back_if`, by :meth:`Feedback.commit_unless` where nothing is committed before, or by the
+        method's own :attr:`collective`.
+        """
+        return False
+
+    @property
+    def goes_ahead_in_16(self) -> bool:
+        """Whether :attr:`goes_ahead` holds for gradients in 16 bits, too: by :meth:`Feedback.commit_unless`, since the
+        memory of such a gradient cannot hold what would undo a commit.
         """
         return False
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from narrowband.codecs import Codec, Shape
-    from narrowband.feedback.base import Layout
+    from narrowband.feedback.base import Encoded, Layout
 
 __all__ = ["ErrorFeedback"]
 
@@ -318,6 +318,22 @@ class ErrorFeedback(Feedback):
         others = [(self._kept[key], self._memory(key, x)) for in_one_pass, key, x in ways if in_one_pass is None]
         pairs = [pair for kept, memory in others for pair in kept.places(memory)]
         kernels.restore_all_if(bad, [own for own, _ in pairs], [former for _, former in pairs])
+
+    @property
+    def goes_ahead_in_16(self) -> bool:
+        return self.goes_ahead
+
+    def commit_unless(self, bad: Tensor, sent: Sequence[Encoded]) -> None:
+        for each in sent:
+            if self.store == "fp32":
+                pairs = [(self._residuals[each.key], self._residuals[each.key].clone())]
+            else:
+                kept = self._kept[each.key]
+                memory = torch.empty(kept.nbytes, dtype=torch.uint8, device=each.x.device)
+                kept.copy_to(memory)
+                pairs = kept.places(memory)
+            self.commit(each.key, each.x, each.codec, each.payload, shape=each.shape, seed=each.seed)
+            kernels.restore_all_if(bad, [own for own, _ in pairs], [former for _, former in pairs])
 
     def encodes_all(self, codec: Codec) -> bool:
         several = codec.encodes_several and _has(type(self), "_encode", "encode_all")

@@ -97,6 +97,10 @@ class PowerSGD(State):
         return not self.halves
 
     @property
+    def goes_ahead_in_16(self) -> bool:
+        return self.goes_ahead
+
+    @property
     def collective(self) -> str:
         return "half_rounds" if self.halves else "factor_reduce"
 
