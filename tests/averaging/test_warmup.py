@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
 import narrowband as nb
 from narrowband.averaging import warmup
+from narrowband.feedback import compression
+from narrowband.kernels import backends
+from narrowband.kernels.backends import Backend
 from tests.gradients.training import refusal
 from tests.ranks import run_ranks
 
@@ -61,3 +66,30 @@ def test_a_rank_that_cannot_make_loops_ready_is_an_error_on_all(failing):
     assert refused[failing] == ("MemoryError", "no room")
     assert refused[1 - failing][0] == "DisagreementError"
     assert f"MemoryError: no room on rank {failing}" in refused[1 - failing][1]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["qsgd:bits=4", "fp16", "topk:density=0.1+ef", "topk:density=0.1+ef:store=int8", "uniform:bits=8+ef:store=bf16",
+     "uniform:bits=8+ef21", "dgc:density=0.1", "dgc:density=0.1,accumulate=steps,store=int8"],
+)  # fmt: skip
+def test_what_the_device_decides_is_used_at_set_up(spec):
+    chosen = compression(spec)
+    feedback = chosen.new_feedback()
+    if feedback is not None and feedback.needs_learning_rates:
+        feedback.set_learning_rates({"": 1.0})
+    calls = Counter()
+
+    class Loops(Backend):
+        def __getattribute__(self, name):
+            if not name.startswith("_"):
+                calls[name] += 1
+            return super().__getattribute__(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(backends._chosen, "cpu", Loops("narrowband.kernels.reference"))
+        warmup.use_ahead(torch.randn(40, 50), chosen.codec, feedback)
+    assert calls["poison_all_if"] == 1
+    restored = calls["restore_all_if"] + calls["take_former_all_if"] + calls["remember_all_if"]
+    assert bool(restored) == (feedback is not None)
+    assert calls["clear_all_if"] == ("ef21" in spec)

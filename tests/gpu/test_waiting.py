@@ -15,7 +15,9 @@ from tests.ranks import run_ranks
 
 SPECS = (
     "none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.01", "topk:density=0.01+ef",
-    "powersgd:rank=4", "dgc:density=0.01", "dgc:density=0.01,nesterov=true,values=fp16",
+    "powersgd:rank=4", "dgc:density=0.01", "dgc:density=0.01,nesterov=true,values=fp16", "dgc:density=0.01,clip=1",
+    "dgc:density=0.01,store=int8", "uniform:bits=8+ef21", "topk:density=0.01+ef21", "topk:density=0.01+ef:store=int8",
+    "uniform:bits=4+ef:store=bf16",
 )  # fmt: skip
 COMPILING_S = 300.0
 

@@ -130,18 +130,16 @@ def use_shares(device: torch.device) -> None:
     exchange.deliver(good=True)
 
 
-def _use_all_at_once(x: Tensor, codec: Codec, chosen: Compression) -> None:
-    """Run what a step does with all tensors of a bucket at once, where the device decides without the host."""
-    findings, total = kernels.Findings(x.device), x.flatten().clone()
-    payloads = torch.empty(2, codec.payload_nbytes(x.shape), dtype=torch.uint8, device=x.device)
-    residuals = [] if chosen.feedback is None else [torch.zeros_like(total)]
-    with findings.noting(kernels.Findings.OWN):
-        for row in payloads:
-            codec.encode_all(
-                [total], [row], seeds=[0], residuals=residuals, decay=getattr(chosen.feedback, "decay", 1.0)
-            )
-    kernels.restore_all_if(findings.place(kernels.Findings.ANY), residuals, [total])
-    kernels.poison_all_if(findings.of_all, [total])
+def use_ahead(x: Tensor, codec: Codec, feedback: Feedback | None) -> None:
+    """Run what a step does with a matrix where the device decides without the host."""
+    operand = Operand("", x.flatten().clone(), x.shape, codec, feedback, lambda _: 0)
+    exchange = collective("all_gather")([operand], Peers(None, 0, 1), measure=False)
+    exchange.findings, exchange.zeros_count = kernels.Findings(x.device), True
+    exchange.encode()
+    for transfer in exchange.job():
+        transfer.issue()
+    exchange.deliver(good=True)
+    kernels.poison_all_if(exchange.findings.of_all, [operand.average])
 
 
 def use_once(x: Tensor, chosen: Compression) -> None:
@@ -174,8 +172,9 @@ def use_once(x: Tensor, chosen: Compression) -> None:
                 payload = feedback.encode("", total, codec, shape=x.shape, seed=0, commit=commit)[1]
                 if not commit:
                     feedback.commit("", total, codec, payload, shape=x.shape, seed=0)
-    if x.is_cuda and codec.encodes_several:
-        _use_all_at_once(x, codec, chosen)
+    if x.is_cuda and codec.fixed_size and (feedback is None or feedback.goes_ahead):
+        assert feedback is None or isinstance(feedback, Feedback)
+        use_ahead(x, codec, feedback)
     codec.encode(torch.zeros_like(x))
     payload, out = codec.encode(x), torch.zeros_like(x)
     codec.decode(payload, out, weight=0.5, accumulate=True)
