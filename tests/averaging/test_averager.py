@@ -456,12 +456,12 @@ def steps_heard(rank, world_size):
     """How many steps an averager is told of: two with it, and two after it was removed."""
     model = mlp()
     optimizer, averager = torch.optim.SGD(model.parameters(), lr=0.1), nb.Averager(model, "topk:density=0.1+ef")
-    with mock.patch.object(Waiting, "stepped") as stepped:
+    with mock.patch.object(Waiting, "after_step") as after_step:
         for step in range(4):
             if step == 2:
                 averager.remove()
             optimizer.step()
-        return stepped.call_count
+        return after_step.call_count
 
 
 def test_a_removed_averager_is_told_of_no_step():

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import narrowband as nb
-from narrowband.gradients.hook import _listen, _watches
+from narrowband.averaging.listening import Listener, listen
+from narrowband.gradients.hook import _watches
 from tests.garbage import collected_after
 from tests.gradients.training import HUGE, TINY, compress, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
 from tests.ranks import run_ranks
@@ -81,23 +82,17 @@ def test_a_module_may_be_trained_alone_when_its_wrapper_has_done_its_work():
     assert run_ranks(a_model_that_is_gone, 2, fresh=True) == [(None, 0)] * 2
 
 
-class Silent:
-    def before_step(self, optimizer):
-        pass
-
-
 def test_a_model_may_be_collected_while_an_optimizer_begins_to_step():
-    _listen()
     net = nn.Linear(1, 1)
     net(torch.ones(1, 1)).sum().backward()
     optimizer = sgd(net)
     optimizer.step()  # the first step imports much
-    there = {Silent() for _ in range(30)}
+    there = []
     for allocations in range(1, 60):
-        _watches.update(there)
-        with collected_after(allocations, _watches.pop):
+        there += [Listener() for _ in range(30 - len(there))]
+        list(map(listen, there))
+        with collected_after(allocations, there.pop):
             optimizer.step()
-    _watches.difference_update(there)
 
 
 def uses_that_are_none_of_that(rank, world_size):

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.flat import Form, empty_like, groups_of, local, parts_of, real
 from narrowband.averaging.handle import Handle
+from narrowband.averaging.listening import listen
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
-from narrowband.averaging.waiting import Waiting, follow
+from narrowband.averaging.waiting import Waiting
 from narrowband.averaging.who import reshard
 from narrowband.collectives import group_or, waiting_in
 from narrowband.compiler import unseen
@@ -120,7 +121,7 @@ class Averager(Handle):
             named = [(name, p) for name, p in pairs if p.requires_grad]
             scaled = grad_scaler is not None and grad_scaler.is_enabled()
             self._waiting = Waiting(self, named, old="assigned", scaled=scaled, instead=instead)
-            follow(self._waiting)
+            listen(self._waiting)
             if isinstance(tensors, nn.Module) and any(hasattr(p, "device_mesh") for _, p in named):
                 _tell_of_backward(tensors, self._waiting)
 

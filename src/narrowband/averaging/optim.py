@@ -1,4 +1,4 @@
-"""Optimizers: SGD and checks for momentum that is applied before the wire, and detection of dummy steps."""
+"""Momentum that is applied before the wire: SGD that leaves it out, and a check that it is applied once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from narrowband.feedback import State
 
-__all__ = ["DGCSGD", "check_momentum", "only_makes_state"]
+__all__ = ["DGCSGD", "check_momentum"]
 
 
 class DGCSGD(torch.optim.Optimizer):
@@ -120,20 +120,3 @@ def check_momentum(optimizer: torch.optim.Optimizer, method: State | None, param
                 f"momentum={applied} to gradients before they are sent. Use nb.DGCSGD, which has momentum for "
                 f"weight decay only; or set the optimizer's {key} to 0; or write momentum=0 in the spec"
             )
-
-
-def only_makes_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
-    """Whether a step only initializes the optimizer's state: ``torch.distributed.checkpoint.state_dict`` calls
-    ``step(closure=None)`` at a learning rate of 0 for an optimizer without state, before it saves or loads that.
-
-    Args:
-        optimizer: the optimizer that steps.
-        options: keyword arguments of its ``step``, as optimizer hooks get them.
-
-    Example:
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.0)
-        >>> only_makes_state(optimizer, {"closure": None}), only_makes_state(optimizer, {})
-        (True, False)
-    """
-    asked = "closure" in options and options["closure"] is None
-    return asked and all("lr" not in group or float(group["lr"]) == 0 for group in optimizer.param_groups)

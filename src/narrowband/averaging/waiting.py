@@ -27,16 +27,15 @@ such gradients are sent as zeros (:meth:`Waiting.is_spoilt`), and are NaN again 
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import weakref
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowband.averaging.flat import local
+from narrowband.averaging.listening import Listener, ignore
 from narrowband.averaging.step import fill_with_nan
 from narrowband.compiler import unseen
 
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.stats import StepStats
     from narrowband.stats import Stats
 
-__all__ = ["Averages", "Waiting", "follow"]
+__all__ = ["Averages", "Waiting"]
 
 #: How many averages in a row have to be used, at the least, before nothing is kept any more.
 _FEWEST = 100
@@ -79,7 +78,7 @@ class Averages(Protocol):
         """Statistics of the steps so far."""
 
 
-class Waiting:
+class Waiting(Listener):
     """The averages of one handle that wait for an optimizer.
 
     Args:
@@ -239,16 +238,14 @@ class Waiting:
         if self.keeps:
             self._wait()
 
-    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, trains: bool) -> None:
         """Note that an optimizer is about to step. If it runs backward itself, it uses every average of that time."""
-        self._steps_now, self._before = weakref.ref(optimizer), set(self._waiting)
+        if next(self.of(optimizer), None) is not None:
+            self._steps_now, self._before = weakref.ref(optimizer), set(self._waiting)
 
-    def stepped(self, parameters: Sequence[Tensor]) -> None:
-        """Note that an optimizer has stepped.
-
-        Args:
-            parameters: those of the handle's parameters that it has; maybe none.
-        """
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+        parameters = list(self.of(optimizer))
         if parameters:
             self._steps_now = None
         if self._old != "never":
@@ -470,7 +467,7 @@ class Waiting:
         self._beginning = self._in_turns = False
         self._waiting.clear()
         self._unhook()
-        _followed.discard(self)
+        ignore(self)
 
     def reaches(self, key: int) -> None:
         """Note that a backward pass is about to add to a parameter's gradient."""
@@ -480,34 +477,6 @@ class Waiting:
     def of(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """Yield the parameters that both an optimizer and the handle have."""
         return (p for group in optimizer.param_groups for p in group["params"] if self.is_ours(p))
-
-
-def follow(waiting: Waiting) -> None:
-    """Tell a handle's averages of the steps of all optimizers, as long as the handle lives."""
-    _listen()
-    _followed.add(waiting)
-
-
-_followed: weakref.WeakSet[Waiting] = weakref.WeakSet()
-
-
-@functools.cache
-def _listen() -> None:
-    """Register global hooks for the steps of all optimizers, once per process and never removed."""
-
-    @unseen
-    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for each in tuple(_followed):
-            if next(each.of(optimizer), None) is not None:
-                each.steps(optimizer)
-
-    @unseen
-    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for each in tuple(_followed):
-            each.stepped(list(each.of(optimizer)))
-
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
 
 
 def _version(x: Tensor) -> int:

@@ -13,16 +13,14 @@ set-up, because DDP does not average them.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # what dist.GradBucket is, for type checkers
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from narrowband.averaging.optim import only_makes_state
+from narrowband.averaging.listening import Listener, listen
 from narrowband.averaging.parameters import refuse_unaveraged
 from narrowband.averaging.who import averaged_by, forget, remember
 from narrowband.errors import UnsupportedError
@@ -184,7 +182,7 @@ def _average(hook: Hook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return averaged
 
 
-class _Watch:
+class _Watch(Listener):
     """Counts optimizer steps with gradients that did not come through the model.
 
     It outlives a DDP model that was never called. Scripts that keep only the inner module drop that model at once.
@@ -199,7 +197,7 @@ class _Watch:
         trained = [] if model is None else [p for _, p in averaged_by(model) if p.requires_grad]
         self._ours = {id(p): weakref.ref(p) for p in trained}
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        _listen()
+        listen(self)
         _watches.add(self)
         for p in trained:
             weakref.finalize(p, _watches.discard, self)
@@ -227,13 +225,15 @@ class _Watch:
                 "call remove() on all ranks, wrap the module in DistributedDataParallel again, and set compression up",
             )
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, trains: bool) -> None:
         """Check a step that an optimizer is about to make.
 
         Raises:
             RuntimeError: it has stepped several times in a row with gradients that were not averaged.
             UnsupportedError: the model has gradients of parameters that DDP does not know.
         """
+        if not trains:
+            return
         used, self.used = self.used, False
         if used:
             self._ever_used = True
@@ -261,18 +261,5 @@ class _Watch:
         )
 
 
+#: Keeps the watches alive.
 _watches: set[_Watch] = set()
-
-
-@functools.cache
-def _listen() -> None:
-    """Register a global hook for the steps of all optimizers, once per process and never removed. PyTorch iterates over
-    its table of hooks, which must not change meanwhile, and garbage collection could remove a hook at any time.
-    """
-
-    def before_step(optimizer: torch.optim.Optimizer, _: Any, options: dict[str, Any]) -> None:
-        if not only_makes_state(optimizer, options):
-            for watch in list(_watches):  # garbage collection may remove some while a tuple is made
-                watch.before_step(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)

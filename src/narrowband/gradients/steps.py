@@ -20,19 +20,17 @@ The first step that uses an average also shows what was forgotten at set-up, and
 from __future__ import annotations
 
 import enum
-import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.flat import local
+from narrowband.averaging.listening import Listener, ignore, listen
 from narrowband.averaging.optim import check_momentum
 from narrowband.averaging.waiting import Averages, Waiting
-from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -64,7 +62,7 @@ class Turn(enum.Enum):
     AVERAGED = enum.auto()
 
 
-class Steps:
+class Steps(Listener):
     """Follows the steps that optimizers make with the gradients of one handle.
 
     The next state (:class:`Turn`), by event and present state:
@@ -108,8 +106,8 @@ class Steps:
         self._set_up_checked = False
         #: How many steps in a row each optimizer has made with gradients that were not averaged.
         self._local: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        _listen()
-        _all.add(self)
+        for listener in (self, self.waiting):
+            listen(listener)
 
     def called(self, *, averaged: bool) -> None:
         """Note that the model was called, and whether the gradients of this call will be averaged."""
@@ -148,7 +146,7 @@ class Steps:
             "warning"
         )
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, trains: bool) -> None:
         """Note that an optimizer is about to step.
 
         Raises:
@@ -157,7 +155,7 @@ class Steps:
         """
         handle = self._handle()
         if handle is None or handle.removed:
-            _all.discard(self)
+            ignore(self)
             return
         ours = self.waiting.of(optimizer)
         first = next(ours, None)
@@ -166,7 +164,6 @@ class Steps:
         if first.grad is not None or any(p.grad is not None for p in ours):  # with a closure, gradients come later
             self._use(optimizer, handle)
         self._stepping = id(optimizer)
-        self.waiting.steps(optimizer)
 
     def _use(self, optimizer: torch.optim.Optimizer, handle: Averages) -> None:
         """Check a step of an optimizer whose gradients have been computed."""
@@ -236,7 +233,6 @@ class Steps:
             self._stepping = None
             if self._state is Turn.AVERAGED:
                 self._state = Turn.USED
-        self.waiting.stepped(list(self.waiting.of(optimizer)))
 
 
 def _says_something(p: Tensor) -> bool:
@@ -271,24 +267,3 @@ def _has_trained(state: Mapping[str, Any]) -> bool:
     """
     steps, velocity = state.get("step", 0), state.get("momentum_buffer")
     return float(steps) > 1 or (velocity is not None and bool(local(velocity).any()))
-
-
-_all: weakref.WeakSet[Steps] = weakref.WeakSet()
-
-
-@functools.cache
-def _listen() -> None:
-    """Register global hooks for the steps of all optimizers, once per process and never removed."""
-
-    @unseen
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for each in tuple(_all):
-            each.before_step(optimizer)
-
-    @unseen
-    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for each in tuple(_all):
-            each.after_step(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)

@@ -14,9 +14,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from narrowband.averaging.optim import only_makes_state
+from narrowband.averaging.listening import Listener, ignore, listen, only_makes_state
 from narrowband.units import counted
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def in_training(hook: Callable[[], None]) -> Callable[[Optimizer, Any, Any], Non
     return called
 
 
-class Strangers:
+class Strangers(Listener):
     """Raises an error if another optimizer steps a model in the place of those whose steps its handle counts, since the
     replicas would never be averaged.
 
@@ -116,15 +115,16 @@ class Strangers:
         self._model = model
         self._known = weakref.WeakSet(optimizers)
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        _listen()
-        _all.add(self)
+        listen(self)
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         """Note that an optimizer is about to step.
 
         Raises:
             RuntimeError: it is none of ours, and has stepped the model several times while none of ours did.
         """
+        if not trains:
+            return
         if optimizer in self._known:
             self._steps.clear()
             return
@@ -142,22 +142,7 @@ class Strangers:
 
     def end(self) -> None:
         """End the watch."""
-        _all.discard(self)
-
-
-_all: weakref.WeakSet[Strangers] = weakref.WeakSet()
-
-
-@functools.cache
-def _listen() -> None:
-    """Register a global hook for the steps of all optimizers, once per process and never removed."""
-
-    def before_step(optimizer: Optimizer, _: Any, options: dict[str, Any]) -> None:
-        if not only_makes_state(optimizer, options):
-            for each in tuple(_all):
-                each.before_step(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
+        ignore(self)
 
 
 def watch(
