@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowband.averaging.agreement import checked_on_all
-from narrowband.averaging.flat import Form, empty_like, groups_of, local, parts_of, real
+from narrowband.averaging.flat import groups_of
+from narrowband.averaging.gradient_group import GradientGroup, has_sparse_gradient
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.listening import listen
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from narrowband.collectives import Collective
     from narrowband.feedback import Compression, Method
 
-__all__ = ["Averager", "deliver", "end_to_end", "leave_out"]
+__all__ = ["Averager"]
 
 
 class Averager(Handle):
@@ -153,20 +154,15 @@ class Averager(Handle):
             )
         if self._waiting is not None:
             self._waiting.begins()
-        groups = list(groups_of(by_tensor, alone=self._is_sparse))
-        futures, old = [], set[Tensor]()
-        for at, parameters in enumerate(groups):
-            forms, absent = [by_tensor[p].form for p in parameters], {p for p in parameters if p.grad is None}
-            buffer = end_to_end(parameters, forms, self._sparse)
-            if self._waiting is not None:
-                old.update(leave_out(buffer, parameters, forms, self._waiting))
-            names = [by_tensor[p].name for p in parameters]
-            lacking = {by_tensor[p].name for p in parameters if p in absent or p in old}
-            futures.append(self.feed(buffer, names, last=at == len(groups) - 1, absent=lacking))
-        for parameters, future in zip(groups, futures, strict=True):
-            deliver(future.wait(), parameters, [by_tensor[p].form for p in parameters], old)
+        groups = [GradientGroup(some, by_tensor, self._sparse) for some in groups_of(by_tensor, alone=self._is_sparse)]
+        futures = []
+        for group in groups:
+            buffer, absent = group.collect(self._waiting)
+            futures.append(self.feed(buffer, group.names, last=group is groups[-1], absent=absent))
+        for group, future in zip(groups, futures, strict=True):
+            group.deliver(future.wait())
         if self._waiting is not None:
-            self._waiting.averaged(old)
+            self._waiting.averaged([p for group in groups for p in group.left_out])
 
     def _step_facts(self) -> Facts:
         """Return which gradients are sparse: a rank's sparse message must not meet another rank's dense one. And which
@@ -178,7 +174,7 @@ class Averager(Handle):
         return {"gradient": gradients, "training": self.layers.parameters.frozen()}
 
     def _is_sparse(self, p: Tensor) -> bool:
-        return p in self._sparse or _has_sparse_gradient(p)
+        return p in self._sparse or has_sparse_gradient(p)
 
 
 def _named(tensors: object) -> list[tuple[str, Tensor]]:
@@ -235,86 +231,3 @@ def _tell_of_backward(module: nn.Module, waiting: Waiting) -> None:
                 x.register_hook(begins)  # type: ignore[no-untyped-call]
 
     module.register_forward_hook(called)
-
-
-def _has_sparse_gradient(p: Tensor) -> bool:
-    return p.grad is not None and p.grad.is_sparse
-
-
-def end_to_end(parameters: Sequence[Tensor], forms: Sequence[Form], sparse: Collection[Tensor] = ()) -> Tensor:
-    """Return a copy of these parameters' gradients in one flat tensor; or the gradient itself, if it is a sparse one.
-
-    Parameters without a gradient count as zeros, and get such a ``.grad`` unless they are frozen.
-
-    Args:
-        parameters: the parameters.
-        forms: the layout of each in the flat tensor.
-        sparse: the parameters whose gradients are always sparse; each of them must come alone.
-    """
-    alone = len(parameters) == 1
-    if alone and (parameters[0] in sparse or _has_sparse_gradient(parameters[0])):
-        return _gradient(parameters[0], sparse=True)
-    flat = empty_like([local(p) for p in parameters])
-    for p, part in zip(parameters, parts_of(flat, forms), strict=True):
-        part.copy_(real(local(_gradient(p))))
-    return flat
-
-
-def leave_out(
-    buffer: Tensor, parameters: Sequence[Tensor], forms: Sequence[Form], waiting: Waiting
-) -> Iterator[Tensor]:
-    """Set gradients in a buffer of :func:`end_to_end` to zero, and yield their parameters, if the gradients are old:
-    those of frozen parameters with which an optimizer has stepped already, and those that were not finite before.
-    """
-    if buffer.is_sparse or not (waiting.spoilt or not all(p.requires_grad for p in parameters)):
-        return
-    for p, part in zip(parameters, parts_of(buffer, forms), strict=True):
-        if waiting.is_spoilt(p) or (not p.requires_grad and waiting.is_used_up(p)):
-            part.zero_()
-            yield p
-
-
-def deliver(
-    averages: Tensor, parameters: Sequence[Tensor], forms: Sequence[Form], besides: Collection[Tensor] = ()
-) -> None:
-    """Write averages back from the layout of :func:`end_to_end` into the gradients, besides those of some parameters. A
-    frozen parameter without a gradient still gets none.
-    """
-    if averages.is_sparse:
-        if not _lacks_for_good(parameters[0]):
-            parameters[0].grad = averages
-        return
-    for p, part in zip(parameters, parts_of(averages, forms), strict=True):
-        if not _lacks_for_good(p) and p not in besides:
-            real(local(_gradient(p))).copy_(part)
-
-
-def _lacks_for_good(p: Tensor) -> bool:
-    """Whether a parameter was frozen after set-up and has no gradient. With one, optimizers would step it."""
-    return p.grad is None and not p.requires_grad
-
-
-def _gradient(p: Tensor, *, sparse: bool = False) -> Tensor:
-    """Return a parameter's gradient in this layout; zeros if it has none. Set ``.grad`` unless it is frozen."""
-    gradient = p.grad
-    if gradient is None:
-        gradient = _no_rows(p) if sparse else torch.zeros_like(p)
-    elif gradient.is_sparse != sparse:
-        gradient = gradient.to_sparse(1) if sparse else gradient.to_dense()
-    elif gradient.is_conj() or gradient.is_neg() or _shares_memory(gradient):
-        gradient = gradient.resolve_conj().resolve_neg().clone()  # a copy that can be written to
-    if gradient is not p.grad and not _lacks_for_good(p):
-        p.grad = gradient
-    return gradient
-
-
-def _shares_memory(x: Tensor) -> bool:
-    """Whether elements share memory, as after ``expand``."""
-    return not x.is_sparse and any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _no_rows(p: Tensor) -> Tensor:
-    """Return an embedding's sparse gradient without rows, which stands for zeros."""
-    # torch.sparse_coo_tensor would warn that indices are not checked, with PyTorch 2.11 even if it is told not to.
-    none = torch.zeros(p.shape, dtype=p.dtype, device=p.device, layout=torch.sparse_coo)
-    return none.sparse_resize_(p.shape, 1, p.dim() - 1)

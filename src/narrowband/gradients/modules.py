@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowband.averaging.averager import deliver, end_to_end, leave_out
 from narrowband.averaging.core import BROKE_OFF, is_in_backward
 from narrowband.averaging.flat import groups_of
+from narrowband.averaging.gradient_group import GradientGroup
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import begin_with_the_first, groups_of_replica
 from narrowband.averaging.who import averaged_by, bare, ddp_around, forget, remember, units_of
@@ -90,25 +90,26 @@ class ModuleCompression(GradientCompression):
         )
         begin_with_the_first(module, self.process_group)
         by_tensor = self.layers.parameters.by_tensor
-        self._sparse = sparse_of(module)
+        sparse = sparse_of(module)
         alone = {p for each in module.modules() if getattr(each, "sparse", False) for p in each.parameters(False)}
-        self._groups = list(groups_of(by_tensor, alone=alone.__contains__))
-        parts = [sum(by_tensor[p].shape.numel() for p in group) for group in self._groups]
-        self._tells_at = max((at for at, numel in enumerate(parts) if numel), default=0)
+        self._groups = [
+            GradientGroup(some, by_tensor, sparse) for some in groups_of(by_tensor, alone=alone.__contains__)
+        ]
+        self._tells_at = max((at for at, group in enumerate(self._groups) if group.numel), default=0)
         self._replica: Loan | None = None
         if inside is not None and dist.get_world_size(inside) > 1 and self.layers.stateful:
             self._replica = borrow(inside, self.device)
             self._return = weakref.finalize(self, self._replica.give_back)
-        self._group_of = {p: at for at, group in enumerate(self._groups) for p in group}
-        self._buckets = [
-            names for group in self._groups if (names := [by_tensor[p].name for p in group if by_tensor[p].compressed])
-        ]
+        self._group_of = {p: at for at, group in enumerate(self._groups) for p in group.parameters}
+        by_name = self.layers.parameters.by_name
+        layers = ([name for name in group.names if by_name[name].compressed] for group in self._groups)
+        self._buckets = [names for names in layers if names]
         self._module = weakref.ref(module)
         self._syncing = True
         self._torn = False  # whether a step broke off after some of its groups were fed
         self._sharded = any(hasattr(p, "device_mesh") for p in by_tensor)
         self._unreduced = False  # whether FSDP2 holds unreduced gradients of passes in no_sync
-        self._small = _small_shards(module, self.layers.parameters.by_name, settings.min_numel)
+        self._small = _small_shards(module, by_name, settings.min_numel)
         if whole := _outside_of_units(module):
             self.layers.warn_once(
                 f"{', '.join(whole)} are in no module that fully_shard was called with. The ranks of a replica do not "
@@ -130,11 +131,10 @@ class ModuleCompression(GradientCompression):
     def _reset(self) -> None:
         """Reset what belongs to a single step."""
         self._backward: int | None = None  # the id of the outermost backward, which ends the step
-        self._lacking = [set(group) for group in self._groups]
+        self._lacking = [set(group.parameters) for group in self._groups]
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._seen = torch.zeros((), dtype=torch.float32, device=self.device)  # NaN where a gradient was not finite
         self._any = False
-        self._left_out: set[Tensor] = set()  # parameters whose old gradients are not sent
 
     def called(self) -> None:
         """Note that the model was called.
@@ -244,17 +244,12 @@ class ModuleCompression(GradientCompression):
         at = len(self._futures)
         if at == 0 and self._steps is not None:
             self._steps.averaging()
-        group, by_tensor = self._groups[at], self.layers.parameters.by_tensor
-        forms, absent = [by_tensor[p].form for p in group], {p for p in group if p.grad is None}
+        group = self._groups[at]
         with torch.no_grad():
-            buffer = end_to_end(group, forms, self._sparse)
-            if self._waiting is not None:
-                self._left_out.update(leave_out(buffer, group, forms, self._waiting))
+            buffer, absent = group.collect(self._waiting)
             if self._replica is not None:
                 self._tell(buffer, at)
-        names = [by_tensor[p].name for p in group]
-        lacking = {by_tensor[p].name for p in group if p in absent or p in self._left_out}
-        self._futures.append(self.feed(buffer, names, last=at == len(self._groups) - 1, absent=lacking))
+        self._futures.append(self.feed(buffer, group.names, last=group is self._groups[-1], absent=absent))
 
     def _step_facts(self) -> Facts:
         """Return which parameters are frozen, since these do not get the averages of other ranks."""
@@ -292,11 +287,10 @@ class ModuleCompression(GradientCompression):
         """End a step: write the averages into the gradients."""
         try:
             if self._any:  # otherwise this backward reached none of the model's parameters
-                by_tensor = self.layers.parameters.by_tensor
                 for group, future in zip(self._groups, self._futures, strict=True):
-                    deliver(future.wait(), group, [by_tensor[p].form for p in group], self._left_out)
+                    group.deliver(future.wait())
                 if self._steps is not None:
-                    self._steps.waiting.averaged(self._left_out)
+                    self._steps.waiting.averaged([p for group in self._groups for p in group.left_out])
         finally:
             self._reset()
         module = self._module()
