@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -66,6 +67,33 @@ def test_what_is_called_on_one_rank_only_raises_on_all_by_name(call, spec):
         assert "on all ranks" in error[1]
         assert residuals_as_before
         assert parameters_as_before
+
+
+def compared_facts(rank, world_size):
+    """By call, the names of the facts that a step compares and that the call before it has changed."""
+    compared, job, changed = [], Agreement.job, {}
+
+    def noted(self, facts, advice):
+        compared.append(facts)
+        return job(self, facts, advice)
+
+    with mock.patch.object(Agreement, "job", noted):
+        for call in ("pause", "set_epoch", "set_layers"):
+            model = wrap(mlp())
+            handle = compress(model, "topk:density=0.05+ef", min_numel=64)
+            train(model, rank, range(1))
+            before = compared[-1]
+            CALLS[call][0](handle)
+            train(model, rank, range(1, 2))
+            changed[call] = {name for name, fact in compared[-1].items() if before[name] != fact}
+    return changed
+
+
+def test_a_step_compares_what_calls_between_steps_change():
+    """One rank alone, which cannot hang if a fact is not compared."""
+    assert run_ranks(compared_facts, 1) == [
+        {"pause": {"step", "compression"}, "set_epoch": {"step", "epoch"}, "set_layers": {"step", "spec of layer"}}
+    ]
 
 
 def mistaken_on_one_rank(rank, world_size):
