@@ -54,7 +54,7 @@ from reproduce.candidates_senders import DENSE, SUBJECTS, OfLibrary, Sender, Sub
 from reproduce.candidates_steps import BETAS, WEIGHT_DECAY, Stepping, stepping
 from reproduce.command import QUICK_LIMIT, command_line, progress, show
 from reproduce.data import Text, about, wikitext2
-from reproduce.html import write_beside
+from reproduce.html import write_pages
 from reproduce.row import files_of
 from reproduce.tasks import Wikitext
 
@@ -302,10 +302,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     show(console, found, TITLES, [] if options.quick else claims(found), LAYOUT)
     whole = record | {"config": config, "rows": rows}
     write_json(written, whole)
-    if options.markdown is not None:
-        page(whole, options.markdown)
-    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
-    write_beside(written, whole, console)
+    write_pages(written, whole, options.markdown, page, console)
 
 
 def _same(row: Mapping[str, Any], subject: Subject, seed: int) -> bool:

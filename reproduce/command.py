@@ -18,7 +18,7 @@ from narrowband.report.record import provenance, write_json
 from narrowband.units import format_loss, format_seconds
 from reproduce.data import places
 from reproduce.groups import Claim, Group, groups
-from reproduce.html import write_beside
+from reproduce.html import write_pages
 from reproduce.report import PER_TASK, Layout, Opening, pictures_of, ran_on, table, write_results
 from reproduce.row import Row
 from reproduce.training import recorded, run
@@ -311,10 +311,13 @@ def _run(experiment: Experiment, options: Options, command: list[str], console: 
     if experiment.draw is not None and can_plot():
         for picture in experiment.draw(results, output if options.markdown is None else pictures_of(options.markdown)):
             console.print(f"drawn: {picture}", style="dim", markup=False, highlight=False)
-    if options.markdown is not None:
-        page(experiment, results, record, options.markdown, claims)
-    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
-    write_beside(written, whole, console)
+    write_pages(
+        written,
+        whole,
+        options.markdown,
+        lambda _, path: page(experiment, results, record, path, claims),
+        console,
+    )
 
 
 def page(

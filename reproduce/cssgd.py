@@ -55,7 +55,7 @@ from reproduce.cssgd_problem import (
     images_of,
 )
 from reproduce.data import about
-from reproduce.html import write_beside
+from reproduce.html import write_pages
 from reproduce.report import ran_on
 from reproduce.row import key
 
@@ -439,10 +439,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     about_rows = {"data": data, "cpus": ran_on(results, written), "claims": [claim.record() for claim in said]}
     whole = record | {"paper": PAPER} | about_rows | {"rows": results}
     write_json(written, whole)
-    if options.markdown is not None:
-        page(whole, options.markdown)
-    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
-    write_beside(written, whole, console)
+    write_pages(written, whole, options.markdown, page, console)
 
 
 class _Show:

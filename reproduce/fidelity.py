@@ -60,7 +60,7 @@ from reproduce.fidelity_errors import (
     spread,
 )
 from reproduce.fidelity_page import claims, layout_of, page, titles_of, trained_as
-from reproduce.html import write_beside
+from reproduce.html import write_pages
 from reproduce.row import files_of
 from reproduce.tasks import Task, load
 
@@ -441,10 +441,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     show(console, found, titles, judged, layout_of(found, trained_as(whole)))
     written = output / "summary.json"
     write_json(written, whole)
-    if options.markdown is not None:
-        page(whole, options.markdown)
-    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
-    write_beside(written, whole, console)
+    write_pages(written, whole, options.markdown, page, console)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ and are not kept in the repository. Without the ``report`` extra no page is made
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from reproduce.row import Row
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["html_of", "write_beside"]
+__all__ = ["html_of", "write_pages"]
 
 #: Fields that identify a row, as far as the row has them.
 _NAMES = ("task", "group", "kind", "name", "reference", "optimizer", "spec", "what", "seed")
@@ -28,26 +28,38 @@ _NAMES = ("task", "group", "kind", "name", "reference", "optimizer", "spec", "wh
 _SETTINGS = {field.name for field in fields(Row)} - set(_NAMES)
 
 
-def write_beside(written: Path, record: Mapping[str, Any], console: Console) -> None:
-    """Write the page of a record beside the record, and print its path. Do nothing where pages cannot be made.
+def write_pages(
+    written: Path,
+    record: Mapping[str, Any],
+    markdown: Path | None,
+    page: Callable[[Mapping[str, Any], Path], None],
+    console: Console,
+) -> None:
+    """Write the pages of a record that has been written, and print where record and pages are.
 
     Args:
-        written: the record's file; the page has the same name with ``.html``.
-        record: has ``rows`` and the fields of :func:`~narrowband.report.record.provenance`.
-        console: prints the page's path.
+        written: the record's file. If the record has a sequence of rows, and pages can be made, one in HTML of the same
+            name is made beside it.
+        record: has the fields of :func:`~narrowband.report.record.provenance`.
+        markdown: where to write the page of results; None: nowhere.
+        page: writes the page of results.
+        console: prints the paths.
     """
-    if not record["rows"] or not can_make_pages():
-        return
-    page = written.with_suffix(".html")
-    write_text(page, html_of(record, written.parent.name))
-    console.print(f"a page of it: {page}", style="dim", markup=False, highlight=False)
+    if markdown is not None:
+        page(record, markdown)
+    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+    rows = record.get("rows")
+    if isinstance(rows, Sequence) and rows and can_make_pages():
+        beside = written.with_suffix(".html")
+        write_text(beside, html_of(record, written.parent.name))
+        console.print(f"a page of it: {beside}", style="dim", markup=False, highlight=False)
 
 
 def html_of(record: Mapping[str, Any], name: str) -> str:
     """Return the page of a record as HTML.
 
     Args:
-        record: see :func:`write_beside`.
+        record: see :func:`write_pages`; has a sequence of rows.
         name: name of the record.
 
     Raises:

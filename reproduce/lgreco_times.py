@@ -43,7 +43,7 @@ from narrowband.bench.ranks import check_seed
 from narrowband.feedback import compression
 from narrowband.report.record import provenance, read_json, write_json
 from reproduce.command import command_line, progress, show
-from reproduce.html import write_beside
+from reproduce.html import write_pages
 from reproduce.lgreco_times_page import LAYOUT, PAPER, TITLES, claims, families, lines, page
 from reproduce.lgreco_times_ranks import LEAST_SAMPLES, Setting, choices, run
 from reproduce.report import ran_on
@@ -156,10 +156,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     whole["claims"] = [claim.record() for claim in said]
     show(console, lines(found), TITLES, said, LAYOUT)
     write_json(written, whole)
-    if options.markdown is not None:
-        page(whole, options.markdown)
-    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
-    write_beside(written, whole, console)
+    write_pages(written, whole, options.markdown, page, console)
 
 
 if __name__ == "__main__":

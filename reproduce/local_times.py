@@ -30,6 +30,7 @@ from narrowband.units import format_bytes, format_rate, format_seconds
 from reproduce import local
 from reproduce.command import RESULTS, command_line, progress
 from reproduce.groups import DENSE, NOTHING
+from reproduce.html import write_pages
 from reproduce.local_rows import at_other_length
 from reproduce.local_words import shortly
 from reproduce.pairs import student
@@ -452,9 +453,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     }
     record["cpus"] = ran_on((row for own in found.values() for row in own), written)
     write_json(written, record)
-    if options.markdown is not None:
-        page(record, options.markdown)
-    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+    write_pages(written, record, options.markdown, page, console)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ from reproduce import mesa_steps
 from reproduce.claims import under
 from reproduce.command import command_line, progress, show
 from reproduce.groups import Claim, claimed
+from reproduce.html import write_pages
 from reproduce.mesa_steps import Step
 from reproduce.pictures import Bar, Panel
 from reproduce.report import Column, Layout, Legend, Opening, write_results
@@ -568,9 +569,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     show(console, found.lines, _TITLES, said, _layout(whole))
     written = directory / "summary.json"
     write_json(written, whole)
-    if options.markdown is not None:
-        page(whole, options.markdown)
-    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
+    write_pages(written, whole, options.markdown, page, console)
 
 
 if __name__ == "__main__":

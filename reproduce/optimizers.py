@@ -33,7 +33,7 @@ from narrowband.report.record import commit, machine, provenance, read_json, wri
 from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import about, locate
-from reproduce.html import write_beside
+from reproduce.html import write_pages
 from reproduce.optimizers_page import LAYOUT, LEGEND, conclusion, draw, lines, page, warning
 from reproduce.optimizers_ranks import DENSE, NAMES, OF_SGD, SPECS, Optimizer, Row
 from reproduce.report import pictures_of, ran_on, table
@@ -286,10 +286,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     write_json(written, record)
     if can_plot():
         draw(found, output if options.markdown is None else pictures_of(options.markdown))
-    if options.markdown is not None:
-        page(record, options.markdown)
-    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
-    write_beside(written, record, console)
+    write_pages(written, record, options.markdown, page, console)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ import torch
 from narrowband.report.record import provenance, read_json, write_json
 from reproduce.command import command_line, show
 from reproduce.data import about
-from reproduce.html import write_beside
+from reproduce.html import write_pages
 from reproduce.row import files_of
 from reproduce.sensitivity_page import LAYOUT, TITLES, claims, lines_of, page
 from reproduce.sensitivity_runs import QUICK_STEPS, Options, Unit, measure
@@ -127,10 +127,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     show(console, lines, TITLES, said, LAYOUT)
     whole = record | {"config": config, "claims": [claim.record() for claim in said], "rows": wanted}
     write_json(written, whole | {"rows": there})
-    if options.markdown is not None:
-        page(whole, options.markdown)
-    console.print(f"written: {written}", style="dim", markup=False, highlight=False)
-    write_beside(written, whole, console)
+    write_pages(written, whole, options.markdown, page, console)
 
 
 if __name__ == "__main__":
