@@ -2,7 +2,7 @@
 
 :class:`CompressedStage` is a ``torch.distributed.pipelining.PipelineStage``. Schedules (GPipe, 1F1B, interleaved, zero
 bubble) ask a stage for its send and receive operations; this one returns operations on payloads instead of tensors.
-PyTorch's engine does everything else: order, autograd, DDP around a stage's module.
+PyTorch's engine does everything else: order, autograd, DDP around a stage's module (:mod:`.averaged_stage`).
 
 On the CPU the stage itself sends and receives while it computes (:mod:`.transfers`), and returns no operations to the
 schedule.
@@ -10,18 +10,15 @@ schedule.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
-from narrowband.averaging.who import averaging_of, bare, ddp_of, units_of
 from narrowband.errors import UnsupportedError
 from narrowband.pipeline.agreement import Neighbour, agree
+from narrowband.pipeline.averaged_stage import AveragedStage
 from narrowband.pipeline.channel import At, Channel, ChannelStats
 from narrowband.pipeline.pairs import ChannelPairs, compressible
 from narrowband.pipeline.transfers import AHEAD, BACKWARD, FORWARD, Transfers
@@ -54,7 +51,7 @@ class _Arriving(NamedTuple):
     work: dist.Work | None
 
 
-class CompressedStage(PipelineStage):
+class CompressedStage(AveragedStage):
     """A pipeline stage whose activations and gradients travel compressed.
 
     It replaces ``torch.distributed.pipelining.PipelineStage`` under every schedule. Several tensors may cross a
@@ -111,12 +108,6 @@ class CompressedStage(PipelineStage):
         compress_in_eval: bool = True,
         **options: Any,
     ) -> None:
-        if submodule is not bare(submodule) and ddp_of(submodule) is not None:
-            raise UnsupportedError(
-                "the submodule is torch.compile(DistributedDataParallel(part)), which PyTorch's stage does not "
-                "recognize as a DistributedDataParallel: it would average after single micro-batches, and replicas "
-                "would diverge. Compile first: DistributedDataParallel(torch.compile(part))"
-            )
         super().__init__(submodule, stage_index, num_stages, device, **options)
         there, back = (
             _each(specs, num_stages - 1, name) for name, specs in (("forward", forward), ("backward", backward))
@@ -189,92 +180,6 @@ class CompressedStage(PipelineStage):
         self._transfers.went_backward()
         return result
 
-    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        """Run backward without averaging: a handle of ``compress_gradients`` averages after the last micro-batch."""
-        if backward_type == "input":
-            # PyTorch looks for the module's parameters in the graph, which holds the unsharded ones, before it runs the
-            # graph. Where FSDP2 has resharded after forward, it would find none, and they would get no gradients.
-            for each in self._units:
-                each.unshard()
-        handle = averaging_of(self.submod)
-        with contextlib.nullcontext() if handle is None else handle.no_sync():
-            return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the gradients of the parameters for a micro-batch; zero bubble schedules do this in a separate pass.
-
-        Raises:
-            UnsupportedError: DDP averages the module; or see :meth:`_check_units`.
-        """
-        if ddp_of(self.submod) is not None:
-            raise UnsupportedError(
-                "a zero bubble schedule computes gradients of parameters in a separate pass, which "
-                "DistributedDataParallel does not notice, so replicas would diverge. Remove DistributedDataParallel, "
-                "and average with compress_gradients(part, spec, process_group=…), where the spec 'none' does not "
-                "compress"
-            )
-        self._check_units("a zero bubble schedule")
-        return super().backward_weight_one_chunk(*args, **kwargs)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Average gradients and scale them: once per step, after the backward of all micro-batches.
-
-        Schedules call this in ``eval``, too, where parameters have the gradients of the last step, or none; nothing is
-        averaged then.
-        """
-        if not self.has_backward:
-            return
-        handle = averaging_of(self.submod)
-        if handle is None or self._reduces_in_two_calls:
-            super().perform_reduce_grad(grad_scale_factor)
-            return
-        self._check_units("compress_gradients")
-        with handle.no_sync():  # in here FSDP2 reduces among the ranks of one replica
-            super().perform_reduce_grad(1)
-        self._average(handle, grad_scale_factor)
-
-    def start_gradient_reduction(self) -> None:
-        """Let FSDP2 begin to reduce gradients among the ranks of one replica (newer versions of PyTorch call this)."""
-        handle, stage = averaging_of(self.submod), cast("Any", super())
-        with contextlib.nullcontext() if handle is None else handle.no_sync():
-            stage.start_gradient_reduction()
-
-    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
-        """Wait for FSDP2, average gradients among the replicas, and scale them."""
-        handle, stage = averaging_of(self.submod), cast("Any", super())
-        if handle is None:
-            stage.wait_for_gradient_reduction(grad_scale_factor)
-            return
-        stage.wait_for_gradient_reduction(1)
-        self._average(handle, grad_scale_factor)
-
-    def _average(self, handle: Any, grad_scale_factor: int) -> None:
-        handle.average()
-        if grad_scale_factor != 1:
-            self.scale_grads(grad_scale_factor)
-
-    @property
-    def _units(self) -> list[Any]:
-        """The modules that fully_shard was called with."""
-        return units_of(self.submod)
-
-    def _check_units(self, who: str) -> None:
-        """Check that PyTorch's stage will have FSDP2 reduce gradients after the last micro-batch.
-
-        It does so only where ``fully_shard`` was called with the stage's module itself.
-
-        Raises:
-            UnsupportedError: ``fully_shard`` was called with modules inside of the stage's module only.
-        """
-        units = self._units
-        if units and self.submod not in units:
-            raise UnsupportedError(
-                f"{who} needs FSDP2 to reduce gradients after the last micro-batch. PyTorch's stage does this only if "
-                "fully_shard was called with the stage's module itself, but it was called only with modules inside "
-                f"this {type(self.submod).__name__}: call fully_shard(part), too. If the part is compiled, compile its "
-                "layers instead, or compile in place with part.compile()"
-            )
-
     def clear_runtime_states(self) -> None:
         """Begin a new step."""
         super().clear_runtime_states()
@@ -296,8 +201,7 @@ class CompressedStage(PipelineStage):
         self._step += 1
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        with self._unnoticed():
-            result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+        result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
         if not self._predates_metadata and self._stage_meta.has_dtensors():
             raise UnsupportedError(
                 "a DTensor crosses this boundary, and a CompressedStage sends only plain tensors: convert it to a "
@@ -305,24 +209,6 @@ class CompressedStage(PipelineStage):
             )
         self._transfers.numbers.add(num_microbatches)
         return result
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._unnoticed():
-            return super()._prepare_backward_infra(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _unnoticed(self) -> Iterator[None]:
-        """Run the module without averaging gradients and without compressing saved tensors.
-
-        Where shapes are not given, PyTorch infers them before the first step: it runs a stage forward on uninitialized
-        memory, and backward to its inputs. :func:`~narrowband.compress_activations` must neither learn ranges from that
-        run nor count its bytes, so hooks here save tensors unchanged. DDP must not prepare to average either: it would
-        average after the first micro-batch, and again after the last.
-        """
-        model = ddp_of(self.submod) or averaging_of(self.submod)
-        waiting = contextlib.nullcontext() if model is None else model.no_sync()
-        with waiting, torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
-            yield
 
     # ---- sending and receiving ---------------------------------------------------------------------------------------
 
@@ -469,14 +355,6 @@ class CompressedStage(PipelineStage):
         """Whether PyTorch's stage keeps tensor metadata as PyTorch 2.11 does; later versions do it differently."""
         return not hasattr(self, "_stage_meta")
 
-    @property
-    def _reduces_in_two_calls(self) -> bool:
-        """Whether PyTorch's stage lets FSDP2 reduce gradients in :meth:`start_gradient_reduction`, and waits for it in
-        :meth:`wait_for_gradient_reduction`, as PyTorch 2.15 does. Schedules of several stages call these two instead of
-        :meth:`perform_reduce_grad`, which calls both.
-        """
-        return hasattr(PipelineStage, "start_gradient_reduction") and isinstance(self.submod, FSDPModule)
-
     def _metas_of_outputs(self) -> Sequence[Any]:
         """Return shape and dtype of each output."""
         old: Any = self
@@ -538,10 +416,6 @@ class CompressedStage(PipelineStage):
         for side, own in there:
             side.load_state_dict(own)
         self._step = state["step"]
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def _is_received(info: Any) -> bool:
