@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import narrowband as nb
-from narrowband.updates import rendezvous
+from narrowband.updates import rendezvous, stores
 from narrowband.updates.elastic import ElasticUpdateCompression
 from tests.updates.training import nesterov
 
@@ -290,7 +290,7 @@ def live(pipe, stacks, s, slot, life, address, folder, resumes, rules, killed_at
     held = None
     try:
         if address is None:
-            held = rendezvous.serve(0, "127.0.0.1")
+            held = stores.serve(0, "127.0.0.1")
             address = f"127.0.0.1:{held.port}"
             pipe.send(address)
         peers = nb.Rendezvous(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrowband.updates.rendezvous import serve
+from narrowband.updates.stores import serve
 
 
 @pytest.fixture

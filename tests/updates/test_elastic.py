@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import narrowband as nb
 from narrowband.updates import elastic
-from narrowband.updates.rendezvous import serve
+from narrowband.updates.stores import serve
 from tests.gradients.training import adamw, flat, loss_of, mlp, refusal, sgd, train
 from tests.ranks import run_ranks
 from tests.updates.peers import LONG_S, SPECS, join

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import narrowband as nb
-from narrowband.updates.rendezvous import serve
+from narrowband.updates.stores import serve
 from tests.gradients.training import adamw, flat, heard, mlp, refusal, train
 from tests.ranks import run_ranks
 from tests.updates.peers import LONG_S, SPECS, die, join, left_over

@@ -17,7 +17,8 @@ import pytest
 import torch.distributed as dist
 
 import narrowband as nb
-from narrowband.updates.rendezvous import Entry, Meeting, RendezvousError, View, serve
+from narrowband.updates.rendezvous import Entry, Meeting, RendezvousError, View
+from narrowband.updates.stores import serve
 from tests.thorough import thorough
 
 GRACE_S, EXCHANGE_S = 0.03, 0.25

@@ -30,7 +30,8 @@ from narrowband.bench.loopback import rank_context
 from narrowband.bench.ranks import check_seed
 from narrowband.feedback import compression
 from narrowband.updates import ElasticUpdateCompression, Rendezvous, compress_updates
-from narrowband.updates.rendezvous import RendezvousError, serve
+from narrowband.updates.rendezvous import RendezvousError
+from narrowband.updates.stores import serve
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

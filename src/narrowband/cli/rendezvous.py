@@ -31,7 +31,7 @@ class Rendezvous:
 
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         """Serve until SIGINT or SIGTERM."""
-        from narrowband.updates.rendezvous import serve
+        from narrowband.updates.stores import serve
 
         del behind
         if not 0 <= self.port < 1 << 16:

@@ -24,39 +24,32 @@ import contextlib
 import json
 import logging
 import math
-import socket
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
 from narrowband.errors import DisagreementError
 from narrowband.units import counted
-from narrowband.updates.stores import UntilAborted
+from narrowband.updates.stores import UntilAborted, connect, host_and_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["DEFAULT_PORT", "Entry", "Meeting", "Rendezvous", "RendezvousError", "View"]
+__all__ = ["Entry", "Meeting", "Rendezvous", "RendezvousError", "View"]
 
 log = logging.getLogger(__name__)
 
 #: ``torch.distributed`` as Any, since its type stubs hide the stores.
 dist: Any = distributed
 
-DEFAULT_PORT = 29400
-
 #: Seconds between two polls of the store: at first, and at most.
 _LOOK_S, _LOOK_AT_MOST_S = 0.003, 0.1
 
 #: Replaces a peer's entry when the peer does not wait any longer.
 _NOBODY = json.dumps(None)
-
-#: Time-out of connections and requests to the store, in seconds.
-_STORE_S = 30.0
 
 
 class RendezvousError(RuntimeError):
@@ -99,9 +92,9 @@ class Rendezvous:
     name: str = ""
 
     def __post_init__(self) -> None:
-        host, port = _host_and_port(self.address)
+        host, port = host_and_port(self.address)
         if not (host and port.isdigit() and 0 < int(port) < 1 << 16) or "/" in host:
-            raise ValueError(f"address={self.address!r} is not host:port, such as 10.0.0.1:{DEFAULT_PORT}")
+            raise ValueError(f"address={self.address!r} is not host:port, such as 10.0.0.1:29400")
         if self.least < 1:
             raise ValueError(f"least={self.least} must be at least 1: the number of peers that a round needs")
         if self.begin_with is not None and self.begin_with < self.least:
@@ -118,18 +111,9 @@ class Rendezvous:
         Raises:
             RendezvousError: the store does not answer.
         """
-        host, port = _host_and_port(self.address)
-        end = time.monotonic() + min(_STORE_S, self.patience_s)
+        host, port = host_and_port(self.address)
         try:
-            while True:  # torch's own client logs a lot while it waits
-                try:
-                    socket.create_connection((host, int(port)), timeout=_STORE_S).close()
-                    break
-                except OSError:
-                    if time.monotonic() > end:
-                        raise
-                    time.sleep(0.1)
-            return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_seconds(_STORE_S))
+            return connect(host, int(port), self.patience_s)
         except (RuntimeError, OSError) as error:
             raise RendezvousError(
                 f"no store answers at {self.address}: {error}. Start it with 'narrowband rendezvous --port {port}' on "
@@ -529,42 +513,6 @@ class Meeting:
                 f"the store at {self._rules.address} does not answer any more: {error}. Parameters are those of the "
                 "last round; start the store and all peers again, from their checkpoints"
             ) from error
-
-
-def serve(port: int, host: str = "0.0.0.0") -> Any:
-    """Serve a store. It runs as long as the returned object lives.
-
-    Args:
-        port: port to listen at; 0: any free one.
-        host: address of the only interface to listen at; ``0.0.0.0``: all, by IPv4; ``::``: all, by IPv6, too.
-    """
-    host = _without_brackets(host)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host == "::" and socket.has_dualstack_ipv6()
-    # Without a socket given to it, the store would listen at all interfaces.
-    with socket.create_server((host, port), family=family, dualstack_ipv6=both) as listening:
-        return dist.TCPStore(
-            host,
-            listening.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_seconds(_STORE_S),
-            master_listen_fd=listening.detach(),
-        )
-
-
-def _host_and_port(address: str) -> tuple[str, str]:
-    host, _, port = address.rpartition(":")
-    return _without_brackets(host), port
-
-
-def _without_brackets(host: str) -> str:
-    """Return an IPv6 address without brackets, as sockets take it."""
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
-
-
-def _seconds(number: float) -> timedelta:
-    return timedelta(seconds=number)
 
 
 def _short(text: str) -> str:
