@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,8 +18,9 @@ from narrowband.cli.exits import DONE, FAILED, check_folder
 from narrowband.cli.records import Record
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from rich.console import Console
-    from rich.progress import Progress
 
 __all__ = [
     "BenchAdapt", "BenchDDP", "BenchGPU", "BenchKernels", "BenchMemory", "BenchPeers", "BenchPipeline", "BenchPlan",
@@ -47,12 +49,9 @@ class BenchKernels:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import kernels_table
 
-        rows = []
-        with Record(self.json, asdict(self.config), console) as record, _bar(console) as progress:
-            task = progress.add_task("measuring", total=kernels.count(self.config))
-            for row in record.follow(kernels.run(self.config, record.known), ("loop", "backend")):
-                rows.append(row)
-                progress.update(task, advance=1, description=row["loop"])
+        total = kernels.count(self.config)
+        with Record(self.json, asdict(self.config), console) as record, _bar(console, "measuring", total) as show:
+            rows = list(record.follow(kernels.run(self.config, record.known), ("loop", "backend"), show))
             record.finish(rows)
         console.print(kernels_table(rows))
         record.say()
@@ -89,13 +88,8 @@ class BenchDDP:
 
         config = asdict(self.config) | {"rate": self.config.link}
         record = Record(self.json, config, console, reads=self.config.codecs, goes_on=False)
-        with record, _bar(console) as progress:
-            task = progress.add_task("starting ranks", total=None)
-
-            def show(event: dict[str, Any]) -> None:
-                progress.update(task, completed=event["done"], total=event["of"], description=event["codec"])
-
-            rows = ddp.run(self.config, show, record.keep)
+        with record, _bar(console, "starting ranks") as show:
+            rows = ddp.run(self.config, lambda now: show(now["codec"], now["done"], now["of"]), record.keep)
             record.finish(rows)
         console.print(ddp_table(rows))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
@@ -133,14 +127,9 @@ class BenchPlan:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import foretold_table, verdicts_table
 
-        with Record(self.json, asdict(self.config), console) as record, _bar(console) as progress:
-            task = progress.add_task("starting ranks", total=foretold.count(self.config))
-            rows = foretold.run(
-                self.config,
-                lambda what: progress.update(task, advance=1, description=what),
-                known=record.known,
-                keep=record.keep,
-            )
+        total = foretold.count(self.config)
+        with Record(self.json, asdict(self.config), console) as record, _bar(console, "starting ranks", total) as show:
+            rows = foretold.run(self.config, show, known=record.known, keep=record.keep)
             found = foretold.verdicts(rows)
             record.finish(rows, verdicts=found)
         for nodes, rate in dict.fromkeys((row["nodes"], row["rate"]) for row in rows):
@@ -187,13 +176,8 @@ class BenchPipeline:
         from narrowband.report.tables import RELATIVE_ERROR, pipeline_table
 
         record = Record(self.json, asdict(self.config), console, goes_on=False)
-        with record, _bar(console) as progress:
-            task = progress.add_task("starting ranks", total=None)
-
-            def show(event: dict[str, Any]) -> None:
-                progress.update(task, completed=event["done"], total=event["of"], description=event["name"])
-
-            rows = pipeline.run(self.config, show, record.keep)
+        with record, _bar(console, "starting ranks") as show:
+            rows = pipeline.run(self.config, lambda now: show(now["name"], now["done"], now["of"]), record.keep)
             record.finish(rows)
         console.print(pipeline_table(rows))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
@@ -226,12 +210,7 @@ class BenchAdapt:
 
         check_folder(self.plans)
         config = asdict(self.config) | {"plans": None if self.plans is None else str(self.plans)}
-        with Record(self.json, config, console) as record, _bar(console) as progress:
-            task = progress.add_task("training", total=adapt.count(self.config))
-
-            def show(what: str) -> None:
-                progress.update(task, advance=1, description=what)
-
+        with Record(self.json, config, console) as record, _bar(console, "training", adapt.count(self.config)) as show:
             measured = adapt.run(self.config, show, self.plans, known=record.known)
             rows = list(record.follow(measured, ("name", "ranks")))
             record.finish(rows)
@@ -286,11 +265,10 @@ class BenchMemory:
         record = Record(self.json, asdict(self.config), console, reads=[self.config.model], goes_on=False)
         seen: set[str] = set()
         rounds = 0
-        with record, _bar(console) as progress:
-            task = progress.add_task("building", total=memory.count(self.config))
+        with record, _bar(console, "building", memory.count(self.config)) as show:
 
             def tell(name: str) -> None:
-                progress.update(task, advance=1, description=name)
+                show(name)
                 if not console.is_terminal and name not in seen:  # without a bar, and first steps may take long
                     console.print(f"first steps of {name}", style="dim", markup=False, highlight=False)
                 seen.add(name)
@@ -317,9 +295,9 @@ class BenchMemory:
         if self.zoo is not None or self.shares or own.only:
             raise ValueError("--tensors measures no model: leave out --zoo, --shares and --only")
         config = tensors.Config(bits=(*own.bits, 8)[0], rounds=own.rounds, seed=own.seed)  # type: ignore[arg-type]
-        with Record(self.json, asdict(config), console) as record, _bar(console) as progress:
-            measured = record.follow(tensors.run(config, record.known), ("numel",))
-            rows = list(progress.track(measured, len(config.sizes), description="measuring"))
+        total = len(config.sizes)
+        with Record(self.json, asdict(config), console) as record, _bar(console, "measuring", total) as show:
+            rows = list(record.follow(tensors.run(config, record.known), ("numel",), show))
             record.finish(rows)
         console.print(tensors_table(rows, config.bits))
         record.say()
@@ -334,12 +312,9 @@ class BenchMemory:
         config = zoo.Config(
             names, (*own.bits, 8)[0], own.rounds, seconds, own.peaks, own.seed, self.shares, own.device
         )  # fmt: skip
-        rows: list[dict[str, Any]] = []
-        with Record(self.json, asdict(config), console) as record, _bar(console) as progress:
-            task = progress.add_task("measuring", total=zoo.count(config))
-            for row in record.follow(zoo.run(config, record.known), ("name",)):
-                rows.append(row)
-                progress.update(task, advance=1, description=row["name"])
+        total = zoo.count(config)
+        with Record(self.json, asdict(config), console) as record, _bar(console, "measuring", total) as show:
+            rows = list(record.follow(zoo.run(config, record.known), ("name",), show))
             record.finish(rows)
         console.print(budgets_table(rows) if self.shares else zoo_table(rows))
         if not self.shares:
@@ -347,13 +322,6 @@ class BenchMemory:
         console.print(zoo.foretold(rows), highlight=False)
         record.say()
         return DONE
-
-
-def _bar(console: Console) -> Progress:
-    """Return a progress bar that is shown on terminals only. Logs and pipes get none of its output."""
-    from rich.progress import Progress
-
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 @dataclass(frozen=True)
@@ -376,13 +344,9 @@ class BenchPeers:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.report.tables import peers_table
 
-        with Record(self.json, asdict(self.config), console) as record, _bar(console) as progress:
-            task = progress.add_task("peers meet", total=None)
-
-            def show(event: dict[str, Any]) -> None:
-                progress.update(task, completed=event["round"], total=event["of"], description=event["name"])
-
-            rows = list(record.follow(peers.run(self.config, show, record.known), ("name",)))
+        with Record(self.json, asdict(self.config), console) as record, _bar(console, "peers meet") as show:
+            measured = peers.run(self.config, lambda now: show(now["name"], now["round"], now["of"]), record.known)
+            rows = list(record.follow(measured, ("name",)))
             record.finish(rows)
         console.print(peers_table(rows))
         torn, equal = rows[-1], all(row["equal"] for row in rows)
@@ -432,3 +396,27 @@ class BenchGPU:
         console.print(gpu_table(parts))
         record.say()
         return FAILED if any(part["error"] for part in parts) else DONE
+
+
+@contextlib.contextmanager
+def _bar(console: Console, first: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Show a progress bar, on terminals only. Logs and pipes get none of its output. Yield a function that takes what
+    is measured now, and how much is done of how much; by default one more.
+
+    Args:
+        console: the terminal.
+        first: what is done at first.
+        total: how much there is to do; None: not known yet.
+    """
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(first, total=total)
+
+        def show(now: str, done: int | None = None, of: int | None = None) -> None:
+            if done is None:
+                progress.update(task, advance=1, description=now)
+            else:
+                progress.update(task, completed=done, total=of, description=now)
+
+        yield show

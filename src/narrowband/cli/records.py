@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,12 +112,15 @@ class Record:
             then = "; the same command goes on from there" if self._goes_on else ""
             self._print(f"What was measured so far is in {self._path}{then}.", "yellow")
 
-    def follow(self, rows: Iterable[_Row], names: Sequence[str]) -> Iterator[_Row]:
+    def follow(
+        self, rows: Iterable[_Row], names: Sequence[str], show: Callable[[str], object] = lambda _: None
+    ) -> Iterator[_Row]:
         """Yield rows as they are measured. After each, keep all so far, and known rows whose turn comes later.
 
         Args:
             rows: an iterator that measures.
             names: the fields that tell rows apart.
+            show: called with the first of these when a row is kept.
         """
         done: list[_Row] = []
         later = self.known
@@ -125,6 +128,7 @@ class Record:
             done.append(row)
             later = [other for other in later if any(other.get(name) != row.get(name) for name in names)]
             self.keep([*done, *later])
+            show(str(row[names[0]]))
             yield row
 
     def keep(self, rows: list[_Row]) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "saved_table",
     "seats_table",
     "takes_table",
+    "tensors_table",
     "verdicts_table",
     "ways_table",
     "zoo_profile_table",
