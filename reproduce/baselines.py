@@ -45,9 +45,9 @@ class Flat:
             p.data, p.grad = self.weights[part].view(p.shape), self.gradient[part].view(p.shape)
             begin += p.numel()
 
-    def descend(self, lr: float, gradient: Tensor | None = None) -> None:
-        """Take a step of SGD along ``gradient``, or along the model's own gradient when None."""
-        self.weights.add_(self.gradient if gradient is None else gradient, alpha=-lr)
+    def descend(self, lr: float) -> None:
+        """Take a step of SGD along the gradient."""
+        self.weights.add_(self.gradient, alpha=-lr)
 
 
 class SSGD:

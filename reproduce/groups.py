@@ -327,16 +327,13 @@ def compared(
     )  # fmt: skip
 
 
-def as_good_as(
-    found: Sequence[Group], task: str, name: str, text: str, *, within: float, relative: bool, epochs: int | None = None
-) -> Claim:
+def as_good_as(found: Sequence[Group], task: str, name: str, text: str, *, within: float, relative: bool) -> Claim:
     """Judge the claim that a row's metric is worse than the dense row's by at most ``within``, seed by seed.
 
     Args:
         within: in units of the metric, or, with ``relative``, as a share of the dense row's metric.
-        epochs: epochs of the row; the first length found when None.
     """
-    own = named(found, task, name, epochs)
+    own = named(found, task, name)
     dense = None if own is None else named(found, task, DENSE, own.epochs)
     if own is None or dense is None:
         return Claim(text, None, f"needs the rows {DENSE} and {name} of task {task}")

@@ -71,12 +71,12 @@ def format_loss(loss: float | None, digits: int = 3) -> str:
 
 def format_bytes(count: float) -> str:
     """``format_bytes(13_267_200) == "13.3 MB"``."""
-    return _scaled(count, 1000.0, ("B", "kB", "MB", "GB", "TB"))
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
 
 def format_count(count: float) -> str:
     """``format_count(3_307_008) == "3.31 M"``."""
-    return _scaled(count, 1000.0, ("", "k", "M", "G")).rstrip()
+    return _scaled(count, ("", "k", "M", "G")).rstrip()
 
 
 def counted(count: int, one: str, several: str | None = None) -> str:
@@ -88,7 +88,7 @@ def counted(count: int, one: str, several: str | None = None) -> str:
 
 def format_rate(bits_per_second: float) -> str:
     """``format_rate(200e6) == "200 Mbit/s"``."""
-    return _scaled(bits_per_second, 1000.0, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+    return _scaled(bits_per_second, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
 
 
 def format_seconds(seconds: float) -> str:
@@ -100,14 +100,14 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     if seconds >= 1.0 or seconds == 0.0:
         return f"{seconds:.3g} s"
-    return _scaled(seconds * 1e9, 1000.0, ("ns", "µs", "ms", "s"))
+    return _scaled(seconds * 1e9, ("ns", "µs", "ms", "s"))
 
 
-def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
+def _scaled(value: float, units: tuple[str, ...]) -> str:
     if not math.isfinite(value):
         return NOTHING
     position = 0
-    while abs(value) >= base * 0.9995 and position < len(units) - 1:
-        value /= base
+    while abs(value) >= 999.5 and position < len(units) - 1:
+        value /= 1000.0
         position += 1
     return f"{value:.3g} {units[position]}"

@@ -67,12 +67,12 @@ class Data:
 Maker = Callable[[Data, Any], Loop]
 
 
-def _quantizer(bits: int, scale: kernels.Scale, stochastic: bool, group: int = GROUP) -> Maker:
+def _quantizer(bits: int, scale: kernels.Scale, stochastic: bool) -> Maker:
     def make(data: Data, backend: Any) -> Loop:
-        payload = _payload(data.numel, bits, scale, group)
+        payload = _payload(data.numel, bits, scale)
         return Loop(
             lambda seed: backend.quantize_groups(
-                data.x, payload, bits=bits, group=group, scale=scale, stochastic=stochastic, seed=seed
+                data.x, payload, bits=bits, group=GROUP, scale=scale, stochastic=stochastic, seed=seed
             ),
             nbytes=data.x.nbytes + payload.nbytes,
         )
@@ -82,7 +82,7 @@ def _quantizer(bits: int, scale: kernels.Scale, stochastic: bool, group: int = G
 
 def _dequantizer(bits: int, scale: kernels.Scale) -> Maker:
     def make(data: Data, backend: Any) -> Loop:
-        payload = _payload(data.numel, bits, scale, GROUP)
+        payload = _payload(data.numel, bits, scale)
         backend.quantize_groups(data.x, payload, bits=bits, group=GROUP, scale=scale, stochastic=True, seed=0)
         return Loop(
             lambda _: backend.dequantize_groups(
@@ -94,9 +94,9 @@ def _dequantizer(bits: int, scale: kernels.Scale) -> Maker:
     return make
 
 
-def _payload(numel: int, bits: int, scale: kernels.Scale, group: int) -> Tensor:
-    header = -(-numel // group) * (8 if scale == "minmax" else 4)
-    return torch.empty((header + kernels.packed_nbytes(numel, bits, group) + 3) // 4 * 4, dtype=torch.uint8)
+def _payload(numel: int, bits: int, scale: kernels.Scale) -> Tensor:
+    header = -(-numel // GROUP) * (8 if scale == "minmax" else 4)
+    return torch.empty((header + kernels.packed_nbytes(numel, bits, GROUP) + 3) // 4 * 4, dtype=torch.uint8)
 
 
 def _select(sampled: bool) -> Maker:

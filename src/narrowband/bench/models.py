@@ -213,13 +213,9 @@ class _Residual(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18; ``forward(x_B3hw) -> logits_BV``. 11.7 million parameters with 1000 classes.
+    """ResNet-18 for 1000 classes; ``forward(x_B3hw) -> logits_BV``. 11.7 million parameters."""
 
-    Args:
-        classes: how many.
-    """
-
-    def __init__(self, classes: int = 1000) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
@@ -229,7 +225,7 @@ class ResNet18(nn.Module):
             blocks += [_Residual(inputs, outputs, 1 if outputs == 64 else 2), _Residual(outputs, outputs, 1)]
             inputs = outputs
         self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(inputs, classes)
+        self.head = nn.Linear(inputs, 1000)
 
     def forward(self, x: Tensor) -> Tensor:
         logits_BV: Tensor = self.head(self.blocks(self.stem(x)).mean((2, 3)))
