@@ -65,9 +65,6 @@ log = logging.getLogger(__name__)
 #: The value of ``every`` for rounds that are due by time instead of steps.
 _MANY = 1 << 40
 
-#: Feedback methods that have no meaning on one peer alone, or would differ on a peer that comes later.
-_REFUSED = {"ef21": "keeps estimates that must be equal on all peers; use '+ef'"}
-
 
 class ElasticUpdateCompression(UpdateCompression):
     """The handle of :func:`compress_updates` with ``peers=``.
@@ -90,7 +87,6 @@ class ElasticUpdateCompression(UpdateCompression):
         # Steps, or seconds as a float.
         self._period_s = rounds.every if isinstance(rounds.every, float) else None
         steps = rounds.every if isinstance(rounds.every, int) else _MANY
-        _refuse(model, settings, rounds)
         self._rules = rendezvous
         self._connections, self._linked = Connections(rendezvous), False
         self._counted, self._has_counted = 0.0, False
@@ -564,32 +560,6 @@ class ElasticUpdateCompression(UpdateCompression):
         self._removed = True
         self._unlink()
         self._let_go()
-
-
-def _refuse(model: nn.Module, settings: Settings, rounds: Rounds) -> None:
-    """Check that rounds among peers can work with all that was given.
-
-    Raises:
-        UnsupportedError: they cannot; the message says why.
-    """
-    method = settings.compression.feedback
-    if method is not None and method.name in _REFUSED:
-        raise UnsupportedError(f"peers=... cannot be combined with {method.name}, which {_REFUSED[method.name]}")
-    if settings.policy is not None:
-        raise UnsupportedError(
-            "peers=... cannot be combined with a policy: peers that join later lack its history; use a plan"
-        )
-    if rounds.fragments > 1 or rounds.overlap or rounds.offload:
-        raise UnsupportedError("peers=... cannot be combined with fragments, overlap or offload; leave them out")
-    if any(hasattr(p, "to_local") for p in model.parameters()):
-        raise UnsupportedError(
-            "peers=... needs the whole model in each process, and this model is sharded among several"
-        )
-    if dist.is_initialized():
-        raise UnsupportedError(
-            "peers=... creates the default process group itself, and there is one already; do not call "
-            "init_process_group"
-        )
 
 
 def _in_a_line(error: BaseException) -> str:

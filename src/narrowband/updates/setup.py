@@ -166,6 +166,7 @@ def compress_updates(
         if peers is not None:
             if process_group is not None:
                 raise ValueError("peers=... and process_group=... cannot be combined: leave one of the two out")
+            _check_with_peers(net, settings, rounds)
             return net, optimizers, settings, rounds
         check_replica(model, group_or(process_group))
         check_once(net, group_or(process_group), "compress_gradients", "CodedDataParallel")
@@ -246,6 +247,35 @@ def _check_residuals(rounds: Rounds, settings: Settings) -> None:
         raise ValueError(
             f"weigh={rounds.weigh!r} cannot be combined with residuals='in-place': an update of weight 0 would lose "
             "the residuals that it contains; use weigh='steps' or residuals='apart'"
+        )
+
+
+def _check_with_peers(model: nn.Module, settings: Settings, rounds: Rounds) -> None:
+    """Check that rounds among peers can work with all that was given.
+
+    Raises:
+        UnsupportedError: they cannot; the message says why.
+    """
+    method = settings.compression.feedback
+    if method is not None and method.incremental:
+        raise UnsupportedError(
+            f"peers=... cannot be combined with {method.name}, which keeps estimates that must be equal on all peers; "
+            "use '+ef'"
+        )
+    if settings.policy is not None:
+        raise UnsupportedError(
+            "peers=... cannot be combined with a policy: peers that join later lack its history; use a plan"
+        )
+    if rounds.fragments > 1 or rounds.overlap or rounds.offload:
+        raise UnsupportedError("peers=... cannot be combined with fragments, overlap or offload; leave them out")
+    if any(hasattr(p, "to_local") for p in model.parameters()):
+        raise UnsupportedError(
+            "peers=... needs the whole model in each process, and this model is sharded among several"
+        )
+    if dist.is_initialized():
+        raise UnsupportedError(
+            "peers=... creates the default process group itself, and there is one already; do not call "
+            "init_process_group"
         )
 
 
