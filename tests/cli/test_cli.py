@@ -132,7 +132,7 @@ def test_debug_behind_the_dashes_belongs_to_the_user(narrow):
 
 def test_in_a_narrow_terminal_no_word_about_codecs_is_cut():
     console = Console(record=True, width=40, file=io.StringIO())
-    Codecs()(console, None)
+    Codecs()(console)
     text = console.export_text()
     assert "…" not in text
     assert "none\n  bits 32, what it does" in text

@@ -48,7 +48,7 @@ def serve_by_command(pipe):
         def flush(self):
             """Nothing is kept back."""
 
-    Rendezvous(port=0, host="127.0.0.1")(Console(file=Said()), None)
+    Rendezvous(port=0, host="127.0.0.1")(Console(file=Said()))
 
 
 def model_of(s, slot):

@@ -77,7 +77,7 @@ class Adapt:
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Draw how many times less each layer sends."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from narrowband.adapt import Traffic
         from narrowband.report.plots import check_picture, plan_profile
         from narrowband.report.tables import RELATIVE_ERROR, plan_table

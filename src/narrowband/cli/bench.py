@@ -46,7 +46,7 @@ class BenchKernels:
     """Also write the rows to this file as they are measured, with machine, versions and command. After Ctrl-C the same
     command goes on from there."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from narrowband.report.tables import kernels_table
 
         total = kernels.count(self.config)
@@ -83,7 +83,7 @@ class BenchDDP:
     """Also write the rows to this file after each round, with machine, versions and command. After Ctrl-C the rounds so
     far are there; the same command starts from the beginning, because rows are compared within one session."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from narrowband.report.tables import RELATIVE_ERROR, ddp_table
 
         config = asdict(self.config) | {"rate": self.config.link}
@@ -124,7 +124,7 @@ class BenchPlan:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the rows to this file, with machine, versions and command."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from narrowband.report.tables import foretold_table, verdicts_table
 
         total = foretold.count(self.config)
@@ -172,7 +172,7 @@ class BenchPipeline:
     Ctrl-C the rows of the epochs so far are there; the same command starts from the beginning, because rows are
     compared within one session."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from narrowband.report.tables import RELATIVE_ERROR, pipeline_table
 
         record = Record(self.json, asdict(self.config), console, goes_on=False)
@@ -205,7 +205,7 @@ class BenchAdapt:
     """Also write the rows to this file as they are measured, with machine, versions and command. After Ctrl-C the same
     command goes on from there."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from narrowband.report.tables import RELATIVE_ERROR, adapt_table
 
         check_folder(self.plans)
@@ -253,7 +253,7 @@ class BenchMemory:
     command goes on from there with --zoo and --tensors. The rows of one model take turns, so it starts from the
     beginning."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from narrowband.report.tables import memory_table
 
         if self.tensors:
@@ -341,7 +341,7 @@ class BenchPeers:
     """Also write the rows to this file as they are measured, with machine, versions and command. After Ctrl-C the same
     command goes on from there."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from narrowband.report.tables import peers_table
 
         with Record(self.json, asdict(self.config), console) as record, _bar(console, "peers meet") as show:

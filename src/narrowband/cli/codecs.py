@@ -39,7 +39,7 @@ class Codecs:
       python -c "import narrowband as nb; print(nb.codec('qsgd:bits=2').payload_nbytes(1_000_000))"
     """
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from rich.markup import escape
 
         from narrowband import codecs, feedback

@@ -42,7 +42,7 @@ class Demo:
     resume: bool = False
     """Keep rows that an earlier run with the same options finished; each is kept as soon as it is done."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from rich.panel import Panel
 
         from narrowband.report import plots

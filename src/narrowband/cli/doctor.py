@@ -82,7 +82,7 @@ class Doctor:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write all that was found to this file, with machine, versions and command."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         for name in ("limit", "wait"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"--{name} {getattr(self, name)} must be a number of seconds above 0")

@@ -8,20 +8,21 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from narrowband.cli.exits import CONVENTION, DEBUG, finish
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Command", "main"]
+__all__ = ["main"]
 
-#: Command line words → module and class. A module is imported when its command is run.
+#: Command line words → module and class. A module is imported when its command is run. A command is a dataclass of its
+#: options. It is called with the console to print results on, and returns the exit code.
 _COMMANDS = {
     "demo": ("demo", "Demo"),
     "bench kernels": ("bench", "BenchKernels"),
@@ -42,7 +43,7 @@ _COMMANDS = {
     "doctor": ("doctor", "Doctor"),
 }
 
-#: The subcommands that start another command, given after "--".
+#: The subcommands that start another command, given after "--": they are also called with its words; None: no "--".
 _WITH_A_COMMAND = ("lab", "bench gpu")
 
 _EXAMPLES = (
@@ -53,19 +54,6 @@ _EXAMPLES = (
     ("narrowband memory model.py:build --budget 8GB", "what backward keeps, and what would fit"),
     ("narrowband lab --nodes 4 -- python train.py", "your script behind slow links"),
 )
-
-
-class Command(Protocol):
-    """The interface of a command's dataclass, besides its fields."""
-
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
-        """Run the command and return the exit code.
-
-        Args:
-            console: to print tables and results on.
-            behind: the words that followed ``--`` on the command line; None if there was no ``--``.
-        """
-        ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,8 +129,8 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
         console.print(
             _wrapped(kind.__doc__, console.width), "", sep="\n", highlight=False, markup=False, soft_wrap=True
         )
-    command: Command = tyro.cli(kind, prog=f"narrowband {name}", description="", args=options)
-    return command(console, behind)
+    command: Callable[..., int] = tyro.cli(kind, prog=f"narrowband {name}", description="", args=options)
+    return command(console, behind) if name in _WITH_A_COMMAND else command(console)
 
 
 def _first_word(options: list[str]) -> int | None:

@@ -77,7 +77,7 @@ class Memory:
             raise ValueError("--output writes the policy that meets a budget: give --budget, too")
         check_output(self.output, self.json, reads=(self.model,))
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from narrowband.activations import ActivationPolicy
         from narrowband.bench import budget
         from narrowband.bench.held import tensors_of

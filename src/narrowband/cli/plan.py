@@ -45,7 +45,7 @@ class Plan:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the rows to this file, with all that was measured, machine, versions and command."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         if self.apply is not None and self.config.is_range:
             raise ValueError(
                 "--apply writes the plan for one cluster, but --nodes is a range; give one number of machines"

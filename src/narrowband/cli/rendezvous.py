@@ -29,11 +29,10 @@ class Rendezvous:
     host: str = "0.0.0.0"
     """Address of the interface to listen at; by default all of IPv4. :: are all of IPv6 and IPv4."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         """Serve until SIGINT or SIGTERM."""
         from narrowband.updates.stores import serve
 
-        del behind
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"port={self.port} must be 1 to 65535, or 0 for any free port")
         stopped = threading.Event()

@@ -39,7 +39,7 @@ class Report:
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html")] = None
     """Where the page goes; left out: beside the run, with .html."""
 
-    def __call__(self, console: Console, behind: list[str] | None) -> int:
+    def __call__(self, console: Console) -> int:
         from narrowband.files import write_text
         from narrowband.report.record import read_json
         from narrowband.report.record_page import record_page
