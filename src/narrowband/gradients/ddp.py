@@ -24,7 +24,7 @@ from narrowband.gradients.handle import GradientCompression
 from narrowband.gradients.steps import Steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     import torch.distributed as dist
     from torch import Tensor
@@ -142,13 +142,23 @@ class DDPCompression(GradientCompression):
         """Average a bucket. DDP calls the hook, and so this, when a bucket's gradients are ready."""
         if not self.in_step:
             self._begin()
-        parameters = [self.layers.parameters.by_tensor[p] for p in bucket.parameters()]
-        self._coming.append([parameter.name for parameter in parameters if parameter.compressed])
+        names = [self.layers.parameters.by_tensor[p].name for p in bucket.parameters()]
+        return self.feed(bucket.buffer(), names, last=self._take(bucket, names))
+
+    def _take(self, bucket: GradBucket, names: Sequence[str]) -> bool:
+        """Note that a bucket has arrived, leave old gradients out, and return whether the bucket is the step's last.
+
+        Args:
+            bucket: the bucket.
+            names: of what this rank averages of it.
+        """
+        by_name = self.layers.parameters.by_name
+        self._coming.append([name for name in names if by_name[name].compressed])
         self._leave_out(bucket)
         last = self._is_last(bucket)
         if last:
-            self._buckets, self._coming = [names for names in self._coming if names], []
-        return self.feed(bucket.buffer(), [parameter.name for parameter in parameters], last=last)
+            self._buckets, self._coming = [own for own in self._coming if own], []
+        return last
 
     def _leave_out(self, bucket: GradBucket) -> None:
         """Set old gradients in a bucket to zero: those with which an optimizer has stepped already, and those that were

@@ -10,6 +10,10 @@ from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.handle import Handle
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from narrowband.codecs import Codec
+    from narrowband.feedback import Compression, Method
     from narrowband.gradients.steps import Steps
 
 __all__ = ["GradientCompression"]
@@ -19,12 +23,18 @@ class GradientCompression(Handle, ABC):
     """The handle of :func:`compress_gradients`. ``repr(handle)`` shows its settings and how much traffic it saved."""
 
     _buckets: list[list[str]]
+    #: Layers of which this rank has too little to be compressed, and another rank may have more.
+    _small: Collection[str] = ()
     _steps: Steps | None = None  # None for a single rank
 
     @property
     def buckets(self) -> list[list[str]]:
         """The names of the layers that travel together, one list per bucket, in the sending order of the last step."""
         return [list(names) for names in self._buckets]
+
+    def _checked_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> Mapping[str, Compression]:
+        """See :meth:`Handle._checked_layers`. Layers of which this rank has too little are left out."""
+        return super()._checked_layers({name: spec for name, spec in specs.items() if name not in self._small})
 
     def _broke_off(self) -> bool:
         """Backward returns only after its step has ended. So a step that is open outside of backward broke off."""

@@ -51,15 +51,13 @@ from narrowband.kernels import Findings
 from narrowband.units import whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch._C._distributed_c10d import GradBucket
     from torch.nn.parallel import DistributedDataParallel
 
     from narrowband.averaging.settings import Settings
-    from narrowband.codecs import Codec
     from narrowband.collectives import Loan
-    from narrowband.feedback import Compression, Method
     from narrowband.gradients.hook import Hook
 
 __all__ = ["Levels", "TwoLevelCompression", "levels_of", "own_shards", "shards_of"]
@@ -239,9 +237,7 @@ class TwoLevelCompression(DDPCompression):
         self._end = weakref.finalize(self, _end, self._executor, self._inside)
         self._on_way: list[_Bucket] = []
         self._findings: Findings | None = None  # what is not finite in this step
-        self._own_numel = self._left = shares[
-            rank
-        ]  # elements of this rank's shards, and those still to come in this step
+        self._own_numel = self._left = shares[rank]  # this rank's elements, and those still to come in this step
         self._kept_back: tuple[_Bucket, Sequence[str]] | None = None
         self._stopped: BaseException | None = None
         self._told = self._raises_later = False
@@ -255,25 +251,14 @@ class TwoLevelCompression(DDPCompression):
             and max(span.stop - span.start for span, _ in self._places[p]) >= settings.min_numel
         }
 
-    def _checked_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> Mapping[str, Compression]:
-        """See :meth:`Handle._checked_layers`. Layers of which this rank has too little to be compressed are left out,
-        since another rank of the node has more.
-        """
-        return super()._checked_layers({name: spec for name, spec in specs.items() if name not in self._small})
-
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if not self._coming:
             self._begin()
             self._inside.follow()
             self._raises_later = at_the_end_of_backward(self._raise)
-        self._leave_out(bucket)
-        last = self._is_last(bucket)
         names = [self._shard_names[p] for p in parameters if p in self._shard_names]
-        by_name = self.layers.parameters.by_name
-        self._coming.append([name for name in names if by_name[name].compressed])
-        if last:
-            self._buckets, self._coming = [own for own in self._coming if own], []
+        last = self._take(bucket, names)
         pieces: list[list[slice]] = [[] for _ in range(self._size)]
         at = 0
         for p in parameters:

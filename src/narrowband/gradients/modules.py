@@ -57,9 +57,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.agreement import Facts
     from narrowband.averaging.parameters import Parameter
     from narrowband.averaging.settings import Settings
-    from narrowband.codecs import Codec
     from narrowband.collectives import Loan
-    from narrowband.feedback import Compression, Method
 
 __all__ = ["ModuleCompression"]
 
@@ -298,12 +296,6 @@ class ModuleCompression(GradientCompression):
             self.layers.parameters.check_all_known(module.named_parameters())
 
     # ---- what users call ---------------------------------------------------------------------------------------------
-
-    def _checked_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> Mapping[str, Compression]:
-        """See :meth:`Handle._checked_layers`. Layers of which this rank's shard is too small to be compressed are left
-        out, since other ranks may have larger shards of them.
-        """
-        return super()._checked_layers({name: spec for name, spec in specs.items() if name not in self._small})
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
