@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from narrowband.bench.ranks import run_ranks
 from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, requirements
-from narrowband.report.record import commit, machine, provenance, read_json, write_json
+from narrowband.report.record import commit, provenance, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce import cssgd_serial
 from reproduce.command import command_line, say
@@ -56,6 +56,7 @@ from reproduce.cssgd_problem import (
 )
 from reproduce.data import about
 from reproduce.html import write_pages
+from reproduce.kept import Kept
 from reproduce.report import ran_on
 from reproduce.row import key
 
@@ -341,21 +342,9 @@ def measure(
         UnsupportedError: links cannot be emulated here.
         RankError: a rank ended early, or rows exceeded their time limit.
     """
-    results: dict[int, dict[str, Any]] = {}
-    for number, place in enumerate(places):
-        if resume and place.exists():
-            results[number] = read_json(place, ("kind", "task", "name"))
-            on_event({"event": "row", "row": number, "result": results[number]})
-
-    def note(event: dict[str, Any]) -> None:
-        if event["event"] == "row":
-            results[event["row"]] = event["result"] = event["result"] | {"cpu": cpu}
-            write_json(places[event["row"]], event["result"])
-        on_event(event)
-
-    cpu = machine()["cpu"]
+    kept = Kept(places, ("kind", "task", "name"), resume=resume, on_event=on_event)
     told = {"data_dir": None if data_dir is None else str(data_dir.absolute()), "commit": commit()}
-    missing = [number for number in range(len(rows)) if number not in results]
+    missing = kept.missing
     behind_links = [rows[number] for number in missing if not rows[number].serial]
     if behind_links:
         _require_lab(behind_links[0])
@@ -363,13 +352,13 @@ def measure(
         own = [(number, rows[number]) for number in missing if _processes(rows[number]) == together]
         if own[0][1].serial:
             for number, row in own:
-                _train_here(number, row, data_dir, note)
+                _train_here(number, row, data_dir, kept.note)
             continue
         longest = sum(_AROUND_S + 2 * row.limit_s * (row.kind == "train") for _, row in own)
         where = LabConfig(nodes=own[0][1].ranks, rate=own[0][1].rate, timeout_s=longest)
         config = told | {"rows": [[number, asdict(row)] for number, row in own]}
-        run_ranks("reproduce.cssgd_ranks", config, where, note)
-    return [results[number] for number in range(len(rows))]
+        run_ranks("reproduce.cssgd_ranks", config, where, kept.note)
+    return [kept.found[number] for number in range(len(rows))]
 
 
 def _processes(row: Row) -> tuple[bool, int, str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reproduce.pairs import Difference, Finding, difference, in_blocks
+from reproduce.pairs import Difference, Finding, difference, in_blocks, mean_of
 from reproduce.settings import settings
 
 __all__ = [
@@ -131,14 +131,14 @@ class Group:
             score for seed, score in zip(self.seeds, self.uncompressed_scores, strict=True) if seed in seeds
         )
         scores = tuple(score for _, score in own)
-        mean, said = _mean(scores), ", ".join(str(seed) for seed, _ in own)
+        mean, said = mean_of(scores), ", ".join(str(seed) for seed, _ in own)
         return replace(
             self,
             seeds=tuple(seed for seed, _ in own),
             scores=scores,
             mean=mean,
             std=_std(scores),
-            uncompressed=_mean(off) if off else None,
+            uncompressed=mean_of(off) if off else None,
             uncompressed_scores=off,
             settings=self.settings | ({"seeds": said} if "seeds" in self.settings else {}),
         )
@@ -220,7 +220,7 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
     found = []
     for (task, epochs, name), own in together.items():
         first, scores = own[0], tuple(row["score"] for row in own)
-        mean, dense = _mean(scores), by_seed.get((task, epochs, DENSE), {})
+        mean, dense = mean_of(scores), by_seed.get((task, epochs, DENSE), {})
         beside = tuple(each for place, each in by_seed.items() if place[:2] == (task, epochs))
         off = tuple(row["uncompressed_score"] for row in own if "uncompressed_score" in row)
         apart = None
@@ -249,20 +249,20 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 margin=None if apart is None else apart.margin,
                 dense_scores=tuple(dense.values()),
                 sent_bytes_per_step=statistics.mean(row["sent_bytes_per_step"] for row in own),
-                ratio=_mean([row["ratio"] for row in own]),
-                mean_ratio=_mean([row.get("mean_ratio") for row in own]),
+                ratio=mean_of([row["ratio"] for row in own]),
+                mean_ratio=mean_of([row.get("mean_ratio") for row in own]),
                 payload_ratio=first["payload_ratio"],
                 matrix_ratio=first["matrix_ratio"],
                 step_s=statistics.median(row["step_s"] for row in own),
-                uncompressed=_mean(off) if off else None,
+                uncompressed=mean_of(off) if off else None,
                 uncompressed_scores=off,
                 boundaries=tuple((forward, backward) for forward, backward in first.get("boundaries", ())),
                 samples_per_s=statistics.median(speeds) if speeds else None,
                 plain_bytes=first.get("plain_bytes"),
                 kept_bytes=first.get("kept_bytes"),
-                gradient_error=_mean([row.get("gradient_error") for row in own]),
-                decide_share=_mean([row["decide_s"] / row["wall_s"] if row.get("plans") else None for row in own]),
-                compressed_ratio=_mean([row.get("compressed_ratio", row.get("mean_ratio")) for row in own]),
+                gradient_error=mean_of([row.get("gradient_error") for row in own]),
+                decide_share=mean_of([row["decide_s"] / row["wall_s"] if row.get("plans") else None for row in own]),
+                compressed_ratio=mean_of([row.get("compressed_ratio", row.get("mean_ratio")) for row in own]),
                 settings=settings(first) | {"seeds": ", ".join(str(row["seed"]) for row in own)},
                 beside=beside,
             )
@@ -273,11 +273,6 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
 def _std(scores: Sequence[float | None]) -> float | None:
     there = [score for score in scores if score is not None]
     return statistics.stdev(there) if len(there) == len(scores) > 1 else None
-
-
-def _mean(scores: Sequence[float | None]) -> float | None:
-    there = [score for score in scores if score is not None]
-    return statistics.mean(there) if len(there) == len(scores) else None
 
 
 def named(found: Sequence[Group], task: str, name: str, epochs: int | None = None) -> Group | None:

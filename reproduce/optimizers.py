@@ -29,11 +29,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from narrowband.bench.ranks import Loopback, run_ranks
 from narrowband.report.plots import can_plot
-from narrowband.report.record import commit, machine, provenance, read_json, write_json
+from narrowband.report.record import commit, provenance, write_json
 from narrowband.units import format_seconds
 from reproduce.command import command_line, progress
 from reproduce.data import about, locate
 from reproduce.html import write_pages
+from reproduce.kept import Kept
 from reproduce.optimizers_page import LAYOUT, LEGEND, conclusion, draw, lines, page, warning
 from reproduce.optimizers_ranks import DENSE, NAMES, OF_SGD, SPECS, Optimizer, Row
 from reproduce.report import pictures_of, ran_on, table
@@ -182,25 +183,13 @@ def run(
         RankError: a rank ended early.
     """
     digest = {kind: _digest(kind, data_dir) for kind in {row.optimizer == "lora" for row in rows}}
-    kept = [directory / "rows" / f"{key(row, nodes, digest[row.optimizer == 'lora'])}.json" for row in rows]
-    results: dict[int, dict[str, Any]] = {}
-    for number, path in enumerate(kept):
-        if (resume or recorded) and path.exists():
-            results[number] = read_json(path, ("optimizer", "spec", "loss"))
-            on_event({"event": "row", "row": number, "result": results[number]})
-
-    def note(event: dict[str, Any]) -> None:
-        if event["event"] == "row":
-            results[event["row"]] = event["result"] = event["result"] | {"cpu": cpu}
-            write_json(kept[event["row"]], event["result"])
-        on_event(event)
-
-    cpu = machine()["cpu"]
-    missing = [[number, asdict(row)] for number, row in enumerate(rows) if number not in results]
+    files = [directory / "rows" / f"{key(row, nodes, digest[row.optimizer == 'lora'])}.json" for row in rows]
+    kept = Kept(files, ("optimizer", "spec", "loss"), resume=resume or recorded, on_event=on_event)
+    missing = [[number, asdict(rows[number])] for number in kept.missing]
     if missing and not recorded:
         config = {"data_dir": None if data_dir is None else str(data_dir), "commit": commit(), "rows": missing}
-        run_ranks("reproduce.optimizers_ranks", config, Loopback(nodes), note)
-    return [results[number] for number in sorted(results)]
+        run_ranks("reproduce.optimizers_ranks", config, Loopback(nodes), kept.note)
+    return [kept.found[number] for number in sorted(kept.found)]
 
 
 def _files(with_base: bool) -> tuple[str, ...]:

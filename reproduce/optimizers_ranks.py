@@ -32,7 +32,7 @@ import narrowband as nb
 from narrowband.bench.models import GPT, GPTConfig
 from narrowband.bench.ranks import RankProcess
 from reproduce.data import Text, tiny_shakespeare, wikitext2
-from reproduce.tasks import Language
+from reproduce.tasks import Language, limited
 
 __all__ = [
     "ABOUT",
@@ -368,10 +368,6 @@ def _heldout(model: nn.Module, task: Bytes) -> float | None:
 # ---- a rank ----------------------------------------------------------------------------------------------------------
 
 
-def _limited(text: Text, limit: int | None) -> Text:
-    return replace(text, train=text.train[:limit], heldout=text.heldout[:limit])
-
-
 def _work(worker: RankProcess) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
@@ -385,9 +381,9 @@ def _work(worker: RankProcess) -> None:
         if row.optimizer == "lora":
             shape = replace(row, spec=DENSE, lr=ADAMW_LR, seed=0)
             if shape not in bases:
-                bases[shape] = trained_base(row, _limited(wikitext2(directory), row.limit), tell)
+                bases[shape] = trained_base(row, limited(wikitext2(directory), row.limit), tell)
             base = bases[shape]
-        text = _limited(tiny_shakespeare(directory, as_bytes=True), row.limit)
+        text = limited(tiny_shakespeare(directory, as_bytes=True), row.limit)
         result = train(row, base, text, tell)
         tell(event="row", result=result | {"commit": worker.config["commit"]})
     worker.finish(None)

@@ -29,7 +29,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Difference", "Finding", "Spread", "difference", "every", "in_blocks", "some", "student"]
+__all__ = ["Difference", "Finding", "Spread", "difference", "every", "in_blocks", "mean_of", "some", "student"]
 
 #: Student's t for two-sided 95 % and 1, 2, … degrees of freedom.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -251,7 +251,7 @@ def difference(
         margin = student(len(apart) - 1) * statistics.stdev(apart) / math.sqrt(len(apart))
     elif len(there) == len(dense) > 1:
         margin = student(len(there) - 1) * math.sqrt(2.0) * statistics.stdev(there) / unit
-    one, other = (_mean([pair[at] for pair in pairs]) for at in (0, 1))
+    one, other = (mean_of([pair[at] for pair in pairs]) for at in (0, 1))
     return Difference(names, (one, other), mean, margin, seeds, higher_is_better, relative)
 
 
@@ -267,6 +267,7 @@ def _at_most(worse: float, margin: float | None, bound: float) -> bool | None:
     return False if worse - margin > bound else None
 
 
-def _mean(scores: Sequence[float | None]) -> float | None:
+def mean_of(scores: Sequence[float | None]) -> float | None:
+    """Return the mean of scores; None if one of them is missing."""
     there = [score for score in scores if score is not None]
     return statistics.mean(there) if len(there) == len(scores) else None

@@ -24,7 +24,7 @@ from reproduce.data import Images, Text, cifar10, tiny_shakespeare, wikitext2
 from reproduce.models import WIDTHS, CharLSTM, ResNet
 from reproduce.pretrained import PRETRAINING, pretrained
 
-__all__ = ["TASKS", "Task", "augmented", "in_words", "load", "own_part", "window_starts"]
+__all__ = ["TASKS", "Task", "augmented", "in_words", "limited", "load", "own_part", "window_starts"]
 
 #: Mean and standard deviation of CIFAR-10's channels, on the scale from 0 to 255.
 _MEAN = (125.3, 123.0, 113.9)
@@ -395,19 +395,20 @@ def load(
             return Patches(batch, seed, rank, world_size, images)
         return Cifar(batch, seed, rank, world_size, images, depth)
     if name == "lstm":
-        return Shakespeare(batch, seed, rank, world_size, _limited(tiny_shakespeare(directory), limit))
+        return Shakespeare(batch, seed, rank, world_size, limited(tiny_shakespeare(directory), limit))
     if name == "shakespeare":
-        return Plays(batch, seed, rank, world_size, _limited(tiny_shakespeare(directory, as_bytes=True), limit), width)
+        return Plays(batch, seed, rank, world_size, limited(tiny_shakespeare(directory, as_bytes=True), limit), width)
     if name not in ("gpt", "tuned"):
         raise ValueError(f"there is no task {name!r}; there are: {', '.join(task.name for task in TASKS)}")
-    text = _limited(wikitext2(directory), limit)
+    text = limited(wikitext2(directory), limit)
     if name == "gpt":
         return Wikitext(batch, seed, rank, world_size, text, width)
-    before = _limited(tiny_shakespeare(directory, as_bytes=True), limit)
+    before = limited(tiny_shakespeare(directory, as_bytes=True), limit)
     return Tuned(batch, seed, rank, world_size, text, before)
 
 
-def _limited(text: Text, limit: int | None) -> Text:
+def limited(text: Text, limit: int | None) -> Text:
+    """Return the first ``limit`` units of both parts of a text; all if None."""
     return replace(text, train=text.train[:limit], heldout=text.heldout[:limit])
 
 

@@ -38,10 +38,11 @@ import narrowband as nb
 from narrowband.bench.ranks import Loopback, RankProcess, run_ranks
 from narrowband.collectives import all_reduce_nbytes, choose, collective
 from narrowband.lab import LabConfig
-from narrowband.report.record import commit, machine, read_json, write_json
+from narrowband.report.record import commit
 from narrowband.stats import StepRecord
 from reproduce.activations import Activations, read_policy
 from reproduce.data import about, locate
+from reproduce.kept import Kept
 from reproduce.row import (
     CURVE_POINTS,
     DROPS,
@@ -103,31 +104,16 @@ def run(
         task = load(name, batch=nodes, seed=0, rank=0, world_size=nodes, directory=data_dir)
         if not task.cuts and any(row.forward for row in rows if row.task == name):
             raise ValueError(f"there are no stages of the model of task {name}: leave out forward and backward")
-    kept = _places(rows, directory, nodes, data_dir)
-    results: dict[int, dict[str, Any]] = {}
-    for number, path in enumerate(kept):
-        if resume and path.exists():
-            results[number] = read_json(path, ("task", "name", "score", "metric"))
-            if on_event is not None:
-                on_event({"event": "row", "row": number, "result": results[number]})
-
-    def note(event: dict[str, Any]) -> None:
-        if event["event"] == "row":
-            results[event["row"]] = event["result"] = event["result"] | {"cpu": cpu}
-            write_json(kept[event["row"]], event["result"])
-        if on_event is not None:
-            on_event(event)
-
-    config, cpu = {"data_dir": None if data_dir is None else str(data_dir), "commit": commit()}, machine()["cpu"]
+    files = _places(rows, directory, nodes, data_dir)
+    kept = Kept(files, ("task", "name", "score", "metric"), resume=resume, on_event=on_event)
+    config = {"data_dir": None if data_dir is None else str(data_dir), "commit": commit()}
     for apart in (False, True):
-        missing = [
-            [number, asdict(row)] for number, row in enumerate(rows) if number not in results and row.alone == apart
-        ]
+        missing = [[number, asdict(rows[number])] for number in kept.missing if rows[number].alone == apart]
         if missing:
             place = Loopback(nodes) if rate is None else LabConfig(nodes=nodes, rate=rate)
-            run_ranks("reproduce.training", config | {"rows": missing, "apart": apart}, place, note)
+            run_ranks("reproduce.training", config | {"rows": missing, "apart": apart}, place, kept.note)
     told = {name: about(files_of(name), data_dir) for name in {row.task for row in rows}}
-    return [results[number] | {"data": told[row.task]} for number, row in enumerate(rows)]
+    return [kept.found[number] | {"data": told[row.task]} for number, row in enumerate(rows)]
 
 
 def recorded(rows: Sequence[Row], directory: Path, *, nodes: int = 4, data_dir: Path | None = None) -> list[Row]:
