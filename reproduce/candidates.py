@@ -52,7 +52,7 @@ from narrowband.report.record import provenance, read_json, write_json
 from reproduce.candidates_page import LAYOUT, TITLES, claims, lines, page
 from reproduce.candidates_senders import DENSE, SUBJECTS, OfLibrary, Sender, Subject, sender
 from reproduce.candidates_steps import BETAS, WEIGHT_DECAY, Stepping, stepping
-from reproduce.command import QUICK_LIMIT, command_line, progress, show
+from reproduce.command import QUICK_LIMIT, RESULTS, command_line, progress, show
 from reproduce.data import Text, about, wikitext2
 from reproduce.html import write_pages
 from reproduce.row import files_of
@@ -280,7 +280,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     if options.quick:
         options = replace(options, steps=2, seeds=options.seeds[:1])
     record = provenance(options.seeds[0], command) | {"data": about(files_of(_Bytes.name), options.data_dir)}
-    written = (options.output or Path(__file__).parent / "results" / "candidates") / "summary.json"
+    written = (options.output or RESULTS / "candidates") / "summary.json"
     left_out = ("data_dir", "seeds", "markdown", "output", "resume")
     config = {key: value for key, value in asdict(options).items() if key not in left_out}
     rows: list[dict[str, Any]] = []

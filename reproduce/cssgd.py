@@ -33,7 +33,7 @@ from narrowband.lab import LabConfig, requirements
 from narrowband.report.record import commit, provenance, write_json
 from narrowband.units import format_bytes, format_seconds
 from reproduce import cssgd_serial
-from reproduce.command import command_line, say
+from reproduce.command import RESULTS, command_line, progress, say
 from reproduce.cssgd_claims import claims
 from reproduce.cssgd_page import LEGEND, PAPER, page, sheets
 from reproduce.cssgd_problem import (
@@ -398,9 +398,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options, command: list[str], console: Console) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    output = options.output or Path(__file__).parent / "results" / "cssgd"
+    output = options.output or RESULTS / "cssgd"
     rows = rows_of(options)
     places = _places(rows, output, options.data_dir)
     if options.recorded:
@@ -410,12 +408,9 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         rows, places = [row for row, _ in kept], [place for _, place in kept]
     record = provenance(options.seeds[0], command)
     console.print(PAPER, style="bold", markup=False, highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        show = _Show(progress, rows)
-        results = measure(
-            rows, places, data_dir=options.data_dir, resume=options.resume or options.recorded, on_event=show
-        )
+    with progress(console) as bars:
+        resume = options.resume or options.recorded
+        results = measure(rows, places, data_dir=options.data_dir, resume=resume, on_event=_Show(bars, rows))
     said = [] if options.quick else claims(results)
     tables = list(sheets(results))
     for sheet in tables:
@@ -436,7 +431,7 @@ class _Show:
 
     def __init__(self, progress: Progress, rows: Sequence[Row]) -> None:
         self._progress, self._rows = progress, rows
-        self._bar = progress.add_task("starting ranks", total=len(rows))
+        self._bar = progress.add_task("starting ranks", total=len(rows), said="")
 
     def __call__(self, event: dict[str, Any]) -> None:
         row = self._rows[event["row"]]

@@ -46,7 +46,7 @@ from narrowband.activations import Saved
 from narrowband.report.record import provenance, write_json
 from narrowband.units import format_loss
 from reproduce.activations import gradient
-from reproduce.command import QUICK_LIMIT, command_line, progress, show
+from reproduce.command import QUICK_LIMIT, RESULTS, command_line, progress, show
 from reproduce.data import about
 from reproduce.fidelity_errors import (
     BETWEEN,
@@ -406,7 +406,7 @@ def _chosen(options: Options) -> list[Setting]:
 
 def _run(options: Options, command: list[str], console: Console) -> None:
     settings = _chosen(options)
-    output = options.output or Path(__file__).parent / "results" / "fidelity"
+    output = options.output or RESULTS / "fidelity"
     batches, roundings = (_QUICK_TIMES,) * 2 if options.quick else (options.batches, options.roundings)
     record = provenance(options.seed, command)
     console.print(_HEADING, style="bold")

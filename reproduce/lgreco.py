@@ -37,7 +37,7 @@ import narrowband as nb
 from narrowband.report.record import read_json
 from narrowband.units import format_seconds
 from reproduce.claims import under
-from reproduce.command import Experiment, Recipe, main
+from reproduce.command import RESULTS, Experiment, Recipe, main
 from reproduce.groups import DENSE, NOTHING, Claim, Group, as_good_as, claimed, compared, judged, named, needed
 from reproduce.pairs import Finding, every
 from reproduce.pictures import Bar, Panel
@@ -318,7 +318,7 @@ def _share(group: Group) -> str:
 
 def _on_link(group: Group) -> str:
     """Return the time of a step that :mod:`reproduce.lgreco_links` recorded for this row with this spec."""
-    path = Path(__file__).parent / "results" / "lgreco" / LINKS
+    path = RESULTS / "lgreco" / LINKS
     told = read_json(path, ("rate", "rows")) if path.exists() else {}
     rows = told["rows"] if told.get("rate") == "100mbit" else []  # the legend names this rate
     own = group.task, group.name, group.spec

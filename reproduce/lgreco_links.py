@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from narrowband.lab import LabConfig
 from narrowband.report.record import provenance, write_json
 from narrowband.units import format_seconds
-from reproduce.command import command_line, progress
+from reproduce.command import RESULTS, command_line, progress
 from reproduce.lgreco import EXPERIMENT, LINKS
 from reproduce.row import Row
 from reproduce.training import recorded, run
@@ -80,7 +80,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
     LabConfig(nodes=options.nodes, rate=options.rate)
-    output = options.output or Path(__file__).parent / "results" / EXPERIMENT.module
+    output = options.output or RESULTS / EXPERIMENT.module
     there = recorded(
         list(dict.fromkeys(recipe.row for recipe in EXPERIMENT.recipes)),
         output,

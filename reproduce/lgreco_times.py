@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 from narrowband.bench.ranks import check_seed
 from narrowband.feedback import compression
 from narrowband.report.record import provenance, read_json, write_json
-from reproduce.command import command_line, progress, show
+from reproduce.command import RESULTS, command_line, progress, show
 from reproduce.html import write_pages
 from reproduce.lgreco_times_page import LAYOUT, PAPER, TITLES, claims, families, lines, page
 from reproduce.lgreco_times_ranks import LEAST_SAMPLES, Setting, choices, run
@@ -129,7 +129,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     _check(options)
     setting = options.setting()
     record = provenance(options.seed, command)
-    written = (options.output or Path(__file__).parent / "results" / _MODULE) / "summary.json"
+    written = (options.output or RESULTS / _MODULE) / "summary.json"
     whole: dict[str, Any] = record | {"config": asdict(setting), "quick": options.quick, "rows": []}
     if options.resume and written.exists():
         earlier = read_json(written, ("config", "rows"))

@@ -51,7 +51,7 @@ from narrowband.report.record import provenance, read_json, versions, write_json
 from narrowband.units import NOTHING, format_bytes
 from reproduce import mesa_steps
 from reproduce.claims import under
-from reproduce.command import command_line, progress, show
+from reproduce.command import RESULTS, command_line, progress, show
 from reproduce.groups import Claim, claimed
 from reproduce.html import write_pages
 from reproduce.mesa_steps import Step
@@ -542,7 +542,7 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     batch = _QUICK_BATCH if options.quick else _TIMED_BATCH
     record = provenance(options.seed, command)
     console.print(_PAPER, style="bold", markup=False, highlight=False)
-    directory = options.output or Path(__file__).parent / "results" / "mesa_memory"
+    directory = options.output or RESULTS / "mesa_memory"
     with progress(console) as bars:
         bar = bars.add_task("searching", total=None, said="")
 

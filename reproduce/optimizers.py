@@ -31,7 +31,7 @@ from narrowband.bench.ranks import Loopback, run_ranks
 from narrowband.report.plots import can_plot
 from narrowband.report.record import commit, provenance, write_json
 from narrowband.units import format_seconds
-from reproduce.command import command_line, progress
+from reproduce.command import RESULTS, command_line, progress
 from reproduce.data import about, locate
 from reproduce.html import write_pages
 from reproduce.kept import Kept
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: Options, command: list[str], console: Console) -> None:
     if not options.seeds or not options.optimizers:
         raise ValueError("give at least one seed and one optimizer, as in --seeds 0 1 --optimizers adamw")
-    output = options.output or Path(__file__).parent / "results" / _MODULE
+    output = options.output or RESULTS / _MODULE
     compared(options, {})  # raises if options are wrong, before anything is trained
     record = provenance(options.seeds[0], command)
 

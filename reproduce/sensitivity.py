@@ -42,13 +42,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from narrowband.report.record import provenance, read_json, write_json
-from reproduce.command import command_line, show
+from reproduce.command import RESULTS, command_line, progress, show
 from reproduce.data import about
 from reproduce.html import write_pages
 from reproduce.row import files_of
@@ -94,12 +93,10 @@ def _measured(options: Options, units: Sequence[Unit]) -> Iterator[list[dict[str
 
 
 def _run(options: Options, command: list[str], console: Console) -> None:
-    from rich.progress import Progress
-
     if options.quick:
         options = replace(options, checkpoints=(QUICK_STEPS,), seeds=options.seeds[:1], steps=2, looks=2, adamw=False)
     record = provenance(options.seeds[0], command)
-    written = (options.output or Path(__file__).parent / "results" / "sensitivity") / "summary.json"
+    written = (options.output or RESULTS / "sensitivity") / "summary.json"
     config = {
         key: value
         for key, value in asdict(options).items()
@@ -115,12 +112,13 @@ def _run(options: Options, command: list[str], console: Console) -> None:
     units = units_of(options)
     settings = {name: getattr(options, name) for name in ("steps", "batch", "lr", "repeats", "heldout", "looks")}
     settings["data"] = about(files_of("gpt"), options.data_dir)
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("models measured", total=len(units), completed=len(finished.intersection(units)))
+    with progress(console) as bars:
+        there_already = len(finished.intersection(units))
+        bar = bars.add_task("models measured", total=len(units), completed=there_already, said="")
         for rows in _measured(options, [unit for unit in units if unit not in finished]):
             there += [row | settings | {"commit": record["commit"]} for row in rows]
             write_json(written, record | {"config": config, "rows": there})
-            progress.advance(bar)
+            bars.advance(bar)
     lines = lines_of([row for row in there if Unit(row["seed"], row["checkpoint"], row["optimizer"]) in units])
     wanted = [row for line in lines for row in line.rows]
     said = [] if options.quick else claims(wanted)
