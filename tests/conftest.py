@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.lab.processes import lacking
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -80,6 +82,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs root: network namespaces and traffic shaping")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device: PyTorch finds none here")
+    lab = item.get_closest_marker("lab")
+    if lab is not None and (missing := lacking(**lab.kwargs)):
+        pytest.skip(" ".join(missing))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from narrowband.lab import LabConfig, run
-from tests.lab.processes import needs_lab
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 
@@ -75,7 +74,7 @@ def test_everything_learns_alike_plain_and_compressed(tmp_path, options):
     assert found["command"].startswith("python ")
 
 
-@needs_lab
+@pytest.mark.lab
 def test_peers_at_two_sites_end_with_one_model(capfd, tmp_path):
     """The third comes when the others have begun, and gets their parameters over the slow link.
 

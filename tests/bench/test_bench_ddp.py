@@ -9,13 +9,11 @@ import torch
 from narrowband.bench.ddp import backend_of, run
 from narrowband.bench.ddp_rows import NO_COMMUNICATION, Config
 from narrowband.bench.models import MODELS
-from narrowband.lab import LabConfig, requirements
+from narrowband.lab import LabConfig
 from narrowband.planning import Option
 from tests.gradients.training import FINGERPRINT
 
 RAW = MODELS["gpt-tiny"].numel() * 4  # with two ranks a ring all-reduce sends 2·(2 − 1)/2 of it
-
-LAB_MISSING = requirements(LabConfig(nodes=2, rate="1gbit"))
 
 
 def measured(**options):
@@ -67,7 +65,7 @@ def test_a_baseline_that_fails_is_a_row_and_not_the_end(on_loopback):
     assert "one bucket" in ordered[-1]["note"]
 
 
-@pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
+@pytest.mark.lab
 def test_the_kernel_counts_what_the_library_says_that_it_sent():
     rows, _ = measured(rate="1gbit", codecs=("none", "fp16"))
     for name in ("none", "fp16"):
@@ -102,7 +100,7 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts(arguments, mess
         Config(**arguments)
 
 
-@pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
+@pytest.mark.lab
 def test_one_model_sharded_among_all_ranks_has_rows_of_pairs():
     pair = "qsgd:bits=8/uniform:bits=8"
     config = Config(

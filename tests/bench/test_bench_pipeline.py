@@ -6,13 +6,10 @@ import torch
 import narrowband as nb
 from narrowband.bench.models import GPT, GPTConfig
 from narrowband.bench.pipeline import BASELINE, Config, parts_of, run
-from narrowband.lab import LabConfig, requirements
 
 TINY = {"nodes": 2, "epochs": 3, "batches": 2, "microbatches": 2, "batch": 4, "sequence": 16, "dim": 16}
 NBYTES = 4 * 4 * 16 * 16
 ROWS = ("none", "uniform:bits=4/qsgd:bits=8", "uniform:bits=4+aq-sgd/topk:density=0.1")
-
-LAB_MISSING = requirements(LabConfig(nodes=2, rate="1gbit"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +61,7 @@ def test_a_schedule_changes_when_things_are_sent_and_not_what_is_learned(on_loop
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
+@pytest.mark.lab
 def test_the_kernel_counts_what_the_library_says_that_it_sent():
     rows = run(Config(rate="1gbit", rows=("none", "fp16"), **TINY | {"batch": 64}))
     for row in rows:

@@ -20,12 +20,10 @@ from narrowband.cli import main
 from narrowband.cli.codecs import Codecs
 from narrowband.cli.main import _COMMANDS
 from narrowband.codecs import available
-from narrowband.lab import LabConfig, requirements
 from narrowband.report.gpu import GPU
 from tests.cli.ctrl_c import stopped
 
 ROOT = Path(__file__).parents[2]
-LAB_MISSING = requirements(LabConfig(nodes=2))
 
 
 def test_version(narrow):
@@ -324,7 +322,7 @@ def test_bench_ddp_writes_what_other_programs_read(narrow, tmp_path):
         }  # fmt: skip
 
 
-@pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
+@pytest.mark.lab
 def test_lab_passes_on_the_exit_code_and_writes_the_counts(narrow, tmp_path):
     target = tmp_path / "lab.json"
     # Rank 1 waits for rank 0's word: once a rank has failed, all are ended.

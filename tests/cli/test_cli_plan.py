@@ -16,11 +16,9 @@ import narrowband as nb
 from narrowband.bench import foretold, plan
 from narrowband.bench.ranks import RankError
 from narrowband.cli import main
-from narrowband.lab import LabConfig, requirements
+from narrowband.lab import LabConfig
 from narrowband.planning import DDP, Host, Link, Option, known
 from tests.ranks import run_ranks
-
-LAB_MISSING = requirements(LabConfig(nodes=2, rate="200mbit"))
 
 MODEL = """
 from pathlib import Path
@@ -352,7 +350,7 @@ def test_ranks_that_cannot_measure_together_all_say_why(model, functions, words,
 
 @pytest.mark.root
 @pytest.mark.thorough
-@pytest.mark.skipif(bool(LAB_MISSING), reason="; ".join(LAB_MISSING) or "the lab is there")
+@pytest.mark.lab
 def test_predictions_stand_beside_measurements(tmp_path, narrow):
     told = tmp_path / "plan.json"
     words = ("--model", "gpt-tiny", "--rates", "100mbit", "--nodes", "2", "--codecs", "none", "qsgd:bits=4")
@@ -375,7 +373,7 @@ def test_predictions_stand_beside_measurements(tmp_path, narrow):
 
 @pytest.mark.root
 @pytest.mark.thorough
-@pytest.mark.skipif(bool(LAB_MISSING), reason="; ".join(LAB_MISSING) or "the lab is there")
+@pytest.mark.lab
 @pytest.mark.parametrize(
     ("words", "names"),
     [

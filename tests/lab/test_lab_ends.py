@@ -19,7 +19,7 @@ import pytest
 
 import narrowband
 from narrowband.lab import LabConfig, LabReport, run
-from tests.lab.processes import LIMIT_S, needs_lab, python
+from tests.lab.processes import LIMIT_S, python
 from tests.thorough import thorough
 
 SOURCE = str(Path(narrowband.__file__).parents[1])
@@ -111,7 +111,7 @@ LINGERING = """
 # ------------------------------------------------------------------------------------------------ ends
 
 
-@needs_lab
+@pytest.mark.lab
 def test_a_rank_that_fails_ends_the_others(token: str) -> None:
     code = "import os, sys\nif os.environ['RANK'] == '1': sys.exit(3)\n" + textwrap.dedent(LINGERING)
     report = run(LabConfig(nodes=3, timeout_s=LIMIT_S), python(code, token))
@@ -119,18 +119,18 @@ def test_a_rank_that_fails_ends_the_others(token: str) -> None:
     assert [rank.exit_code for rank in report.ranks] == [128 + signal.SIGTERM, 3, 128 + signal.SIGTERM]
 
 
-@needs_lab
+@pytest.mark.lab
 def test_a_rank_ended_by_a_signal_is_reported_as_the_shell_does() -> None:
     assert run(LabConfig(nodes=1), ["sh", "-c", "kill -9 $$"]).exit_code == 128 + signal.SIGKILL
 
 
-@needs_lab
+@pytest.mark.lab
 def test_what_ranks_leave_running_ends_with_the_last_of_them(token: str) -> None:
     report = run(LabConfig(nodes=2), python(LINGERING.replace("    time.sleep(1000)\n", ""), token))
     assert report.exit_code == 0
 
 
-@needs_lab
+@pytest.mark.lab
 def test_a_time_out_ends_ranks_that_do_not_want_to(token: str, capfd: pytest.CaptureFixture[str]) -> None:
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(LINGERING)
     for timeout_s in (2.0, 8.0, 32.0):  # until both are ready in time, however busy the machine is
@@ -141,7 +141,7 @@ def test_a_time_out_ends_ranks_that_do_not_want_to(token: str, capfd: pytest.Cap
     assert [rank.exit_code for rank in report.ranks] == [128 + signal.SIGKILL] * 2
 
 
-@needs_lab
+@pytest.mark.lab
 @pytest.mark.parametrize("number", [signal.SIGTERM, *thorough(signal.SIGINT)])
 def test_a_stop_signal_reaches_the_ranks_first_and_then_takes_its_course(token: str, number: signal.Signals) -> None:
     code = """
@@ -160,7 +160,7 @@ def test_a_stop_signal_reaches_the_ranks_first_and_then_takes_its_course(token: 
 
 
 @pytest.mark.thorough
-@needs_lab
+@pytest.mark.lab
 def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(token: str) -> None:
     code = """
         import os, signal, time
@@ -176,7 +176,7 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(token: st
     wait_for(lambda: not processes(token), "the ranks' end")
 
 
-@needs_lab
+@pytest.mark.lab
 @pytest.mark.parametrize("victim", ["supervisor", *thorough("runner", "init")])
 def test_sigkill_leaves_no_process_and_no_namespace(token: str, victim: str) -> None:
     driver = Driver("LabConfig(nodes=2)", python(LINGERING, token))
@@ -198,7 +198,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@needs_lab
+@pytest.mark.lab
 def test_a_lab_runs_from_a_thread() -> None:
     reports: list[LabReport] = []
     thread = threading.Thread(target=lambda: reports.append(run(LabConfig(nodes=2), ["true"])))
@@ -207,7 +207,7 @@ def test_a_lab_runs_from_a_thread() -> None:
     assert [report.exit_code for report in reports] == [0]
 
 
-@needs_lab
+@pytest.mark.lab
 def test_ranks_end_when_nobody_reads_their_output(token: str) -> None:
     read, write = os.pipe()
     os.close(read)

@@ -13,19 +13,13 @@ from hypothesis import strategies as st
 from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, requirements, run
 from narrowband.lab.supervisor import cores_of
-from tests.lab.processes import LIMIT_S, MISSING, needs_lab, python
+from tests.lab.processes import LIMIT_S, lacking, python
 from tests.thorough import thorough
-
-NETEM_MISSING = requirements(LabConfig(nodes=1, delay="5ms", loss="50%"))
-
-
-needs_netem = pytest.mark.skipif(bool(NETEM_MISSING), reason=" ".join(NETEM_MISSING))
-
 
 # ------------------------------------------------------------------------------------------------ what ranks see
 
 
-@needs_lab
+@pytest.mark.lab
 def test_ranks_see_torchruns_variables_and_a_host_of_their_own(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +49,7 @@ def test_ranks_see_torchruns_variables_and_a_host_of_their_own(
         assert host["stdin"] == ""
 
 
-@needs_lab
+@pytest.mark.lab
 def test_each_rank_keeps_to_its_share_of_the_cores(capfd: pytest.CaptureFixture[str]) -> None:
     here = os.sched_getaffinity(0)
     for nodes in (1, 3):
@@ -78,7 +72,7 @@ def test_shares_of_cores_are_equal_and_use_all(cores: set[int], nodes: int) -> N
         assert max(users) - min(users) <= 1
 
 
-@needs_lab
+@pytest.mark.lab
 def test_the_users_number_of_threads_is_kept(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +81,7 @@ def test_the_users_number_of_threads_is_kept(
     assert capfd.readouterr().out == "7\n"
 
 
-@needs_lab
+@pytest.mark.lab
 def test_output_is_passed_on_in_whole_lines_of_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
     code = r"""
         import os, sys
@@ -106,7 +100,7 @@ def test_output_is_passed_on_in_whole_lines_of_one_rank(capfd: pytest.CaptureFix
     assert captured.out.count("\n") == 2 * 204
 
 
-@needs_lab
+@pytest.mark.lab
 def test_output_of_a_single_rank_is_untouched(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     run(LabConfig(nodes=1), ["printf", r"10%%\r20%%\n\nlast"])
     assert capfdbinary.readouterr().out == b"10%\r20%\n\nlast"
@@ -115,7 +109,7 @@ def test_output_of_a_single_rank_is_untouched(capfdbinary: pytest.CaptureFixture
 # ------------------------------------------------------------------------------------------------ links
 
 
-@needs_lab
+@pytest.mark.lab
 @pytest.mark.parametrize("card", ["", *thorough("lab0")])
 def test_gloo_works_and_the_counters_match_its_traffic(card: str) -> None:
     code = """
@@ -174,7 +168,7 @@ STAR = """
 """
 
 
-@needs_lab
+@pytest.mark.lab
 @pytest.mark.parametrize("direction", ["out", "in"])
 def test_the_rate_limits_both_directions_of_a_link(direction: str) -> None:
     numel, rate = 4_000_000, 64_000_000
@@ -186,7 +180,7 @@ def test_the_rate_limits_both_directions_of_a_link(direction: str) -> None:
     assert moved * 8 / report.seconds <= 1.1 * rate
 
 
-@needs_lab
+@pytest.mark.lab
 def test_a_link_may_send_slower_than_it_receives() -> None:
     """Rank 0 sends to rank 1 for as long as it receives from rank 2. Sending as much would take 16 seconds."""
     code = """
@@ -231,7 +225,7 @@ def test_a_link_may_send_slower_than_it_receives() -> None:
     assert hub.sent_bytes < hub.received_bytes * 3 / 4
 
 
-@needs_lab
+@pytest.mark.lab
 def test_ranks_of_one_host_share_its_link_and_reach_each_other_without_it(capfd: pytest.CaptureFixture[str]) -> None:
     code = """
         import json, os, socket, time
@@ -268,7 +262,7 @@ def test_ranks_of_one_host_share_its_link_and_reach_each_other_without_it(capfd:
         assert (rank.sent_bytes > 0) == (rank.rank % 2 == 0)
 
 
-@needs_lab
+@pytest.mark.lab
 def test_an_unshaped_lab_works() -> None:
     report = run(LabConfig(nodes=3, rate=None, timeout_s=LIMIT_S), python(STAR, "out", "1000000"))
     assert report.exit_code == 0
@@ -277,19 +271,21 @@ def test_an_unshaped_lab_works() -> None:
     assert report.ranks[0].received_bytes < report.ranks[0].sent_bytes / 2  # acknowledgements
 
 
-@pytest.mark.skipif(not NETEM_MISSING, reason="this kernel has netem")
-@needs_lab
+@pytest.mark.lab
 def test_without_netem_the_error_names_the_module() -> None:
-    assert len(NETEM_MISSING) == 1
-    assert "modprobe sch_netem" in NETEM_MISSING[0]
+    missing = lacking(netem=True)
+    if not missing:
+        pytest.skip("this kernel has netem")
+    assert len(missing) == 1
+    assert "modprobe sch_netem" in missing[0]
     for config in (LabConfig(delay="5ms"), LabConfig(loss="0.1%")):
-        assert requirements(config) == NETEM_MISSING
+        assert requirements(config) == missing
         with pytest.raises(UnsupportedError, match="modprobe sch_netem"):
             run(config, ["true"])
     assert requirements(LabConfig(delay="0ms", loss="0%")) == []
 
 
-@needs_netem
+@pytest.mark.lab(netem=True)
 def test_a_round_trip_takes_twice_the_delay_at_least() -> None:
     code = """
         import os, socket, time
@@ -310,7 +306,7 @@ def test_a_round_trip_takes_twice_the_delay_at_least() -> None:
     assert run(LabConfig(nodes=2, delay="10ms", timeout_s=LIMIT_S), python(code)).exit_code == 0
 
 
-@needs_netem
+@pytest.mark.lab(netem=True)
 def test_lost_packets_are_sent_but_not_received() -> None:
     code = """
         import os, socket, time
@@ -340,7 +336,7 @@ def test_an_empty_or_unknown_command_is_refused() -> None:
         run(LabConfig(), "python train.py")
 
 
-@needs_lab
+@pytest.mark.lab
 def test_a_program_that_cannot_be_started_fails_like_in_a_shell(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,9 +347,8 @@ def test_a_program_that_cannot_be_started_fails_like_in_a_shell(
     assert "cannot run" in capfd.readouterr().err
 
 
+@pytest.mark.lab
 def test_a_report_is_json() -> None:
-    if MISSING:
-        pytest.skip(" ".join(MISSING))
     report = run(LabConfig(nodes=2), ["true"]).to_dict()
     assert json.loads(json.dumps(report)) == report
     assert sorted(report) == ["exit_code", "ranks", "seconds"]

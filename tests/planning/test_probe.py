@@ -19,7 +19,7 @@ from narrowband.cli import main
 from narrowband.planning.meeting import Meeting, MeetingError, join
 from narrowband.planning.probe import ANSWERED, NO_WAY, REFUSED, SILENT, STRANGER, Knock, Peers, Seat, Way, probe
 from narrowband.planning.troubles import notes_of, troubles_of
-from tests.lab.processes import needs_lab, python
+from tests.lab.processes import python
 from tests.ranks import run_ranks
 
 
@@ -284,7 +284,7 @@ BEHIND_LINKS = """
 """
 
 
-@needs_lab
+@pytest.mark.lab
 @pytest.mark.skipif(os.geteuid() != 0, reason="ranks of a lab may change their links only as root")
 @pytest.mark.skipif(not any(Path(each, "ip").exists() for each in ("/sbin", "/usr/sbin", "/bin")), reason="no ip")
 def test_links_that_are_slow_cut_or_lose_large_packets_are_told_apart(tmp_path):

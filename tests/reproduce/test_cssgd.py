@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from narrowband.coded import Assignment
-from narrowband.lab import LabConfig, requirements
 from narrowband.report.record import machine
 from reproduce import cssgd, cssgd_page
 from reproduce.baselines import Flat
@@ -24,9 +23,8 @@ from reproduce.cssgd_ranks import equation_19, stated_bytes
 from reproduce.cssgd_serial import best, steps_to_target
 from reproduce.data import mnist
 from tests.coded.simulation import averages_of
+from tests.lab.processes import lacking
 from tests.reproduce.synthetic import write_all
-
-MISSING = requirements(LabConfig(nodes=1))
 
 CODED = [(n, r) for n in range(2, 11) for r in range(1, 5) if r < n]
 SEEDS = (0, 1, 2)
@@ -579,8 +577,8 @@ def test_rows_that_are_there_are_taken_and_each_is_kept_when_it_is_done(tmp_path
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A quick run, of one task."""
-    if MISSING:
-        pytest.skip(" ".join(MISSING))
+    if missing := lacking():
+        pytest.skip(" ".join(missing))
     folder = tmp_path_factory.mktemp("cssgd")
     write_all(folder / "data")
     words = ["--quick", "--tasks", "dnn", "--data-dir", str(folder / "data"), "--output", str(folder / "out")]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import narrowband as nb
-from narrowband.lab import LabConfig, requirements
+from narrowband.lab import LabConfig
 from narrowband.lab import run as run_lab
 from narrowband.transport.datagram import HEADER_BYTES
 from narrowband.transport.multicast import Multicast
@@ -107,9 +107,6 @@ def test_a_buffer_is_sent_once_and_control_costs_two_percent_at_most(mtu):
         assert counts.link_bytes == counts.sent_bytes + 42 * counts.sent_datagrams
 
 
-LAB_MISSING = requirements(LabConfig(nodes=1))
-
-
 IN_LAB = """
     import json, os, sys
     import torch, torch.distributed as dist
@@ -129,7 +126,7 @@ IN_LAB = """
 """
 
 
-@pytest.mark.skipif(bool(LAB_MISSING), reason=" ".join(LAB_MISSING))
+@pytest.mark.lab
 def test_over_a_switch_a_buffer_passes_its_senders_link_once(capfd):
     world, nbytes = 3, 3_000_000
     report = run_lab(
