@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import shutil
 import sys
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor import config as inductor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from narrowband.activations import ActivationPolicy, SavedBytes
 from narrowband.bench import memory, peaks, ways
@@ -270,17 +269,20 @@ def test_rows_in_which_mlps_are_computed_again_are_there_where_mlps_are(model):
     assert rows["8 bits, MLPs recomputed"]["gradient_error"] < rows["4 bits, MLPs recomputed"]["gradient_error"] < 0.3
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler, and there is no g++")
-@pytest.mark.filterwarnings("ignore")  # Inductor's, about what PyTorch has deprecated
-def test_compiled_rows_tell_what_graphs_keep(model):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor imports what PyTorch has deprecated
+def test_compiled_rows_tell_what_graphs_keep(model, monkeypatch):
+    """Of graphs that are divided as for Inductor, and run as they are: C++ takes long to compile. With Inductor, see
+    tests/activations/test_compiled.py.
+    """
     torch._dynamo.reset()
-    one = model.replace(":build", ":one")
-    with inductor.patch({"cpp.simdlen": 1}):  # headers of vectors take long to compile
-        rows = {
-            row["name"]: row
-            for row in memory.run(memory.Config(model=one, batch=8, bits=(4,), compiled=True, rounds=1, peaks=False))
-        }
+    counter = CompileCounterWithBackend("aot_eager_decomp_partition")
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=counter))
+    config = memory.Config(
+        model=model.replace(":build", ":one"), batch=8, bits=(4,), compiled=True, rounds=1, peaks=False
+    )
+    rows = {row["name"]: row for row in memory.run(config)}
     assert list(rows) == ["plain", "4 bits", "compiled", "compiled, 4 bits"]
+    assert counter.frame_count == 2
     assert rows["compiled, 4 bits"]["kept_bytes"] < rows["compiled"]["kept_bytes"] / 4
     assert rows["compiled"]["gradient_error"] < 1e-5
     assert 0 < rows["compiled, 4 bits"]["gradient_error"] < 0.2
