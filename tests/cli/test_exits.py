@@ -449,7 +449,7 @@ def test_what_was_measured_is_shown_though_it_cannot_be_kept(narrow, given):
     assert "all-finite" in out
 
 
-@pytest.mark.parametrize("line", ["bench ddp --help", *thorough("codecs")])
+@pytest.mark.parametrize("line", ["lab --help", *thorough("bench ddp --help", "codecs")])
 def test_who_stops_to_read_hears_nothing_of_it(line):
     read, write = os.pipe()
     os.close(read)
