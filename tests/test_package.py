@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.resources import files
@@ -115,17 +116,31 @@ def test_command_lines_that_train_nothing_do_not_wait_for_pytorch():
     assert "unknown command 'frobnicate'" in done.stderr
 
 
-def test_ctrl_c_while_pytorch_is_imported_is_no_traceback(tmp_path):
-    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
+STOP = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+#: PyTorch goes on without NumPy, whatever its import raises.
+SWALLOWED = f"""
+try:
+    exec({STOP!r})
+except BaseException:
+    raise ImportError("no NumPy")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "code", "said"),
+    [("rich", STOP, -signal.SIGINT, ""), ("torch", STOP, 130, "Stopped.\n"), ("torch", SWALLOWED, 130, "Stopped.\n")],
+    ids=["before the command", "of PyTorch", "that PyTorch swallows"],
+)
+def test_ctrl_c_while_modules_are_imported_ends_the_command_without_a_traceback(tmp_path, module, source, code, said):
+    (tmp_path / f"{module}.py").write_text(source)
     done = subprocess.run(
         [sys.executable, "-m", "narrowband", "codecs"],
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Stopped.\n")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
 
 
 @pytest.fixture(scope="module")

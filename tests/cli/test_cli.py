@@ -18,7 +18,7 @@ from rich.console import Console
 import narrowband
 from narrowband.cli import main
 from narrowband.cli.codecs import Codecs
-from narrowband.cli.main import _COMMANDS
+from narrowband.cli.dispatch import _COMMANDS
 from narrowband.codecs import available
 from narrowband.report.gpu import GPU
 from tests.cli.ctrl_c import stopped

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import fields, is_dataclass
 from importlib import import_module
+from itertools import pairwise
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
 import tyro
 
-module = import_module("narrowband.cli.main")  # the package has a function of that name
+from narrowband.cli import dispatch
 
-KINDS = {name: module._load(name) for name in module._COMMANDS} | {
+KINDS = {name: dispatch._load(name) for name in dispatch._COMMANDS} | {
     f"reproduce.{name}": import_module(f"reproduce.{name}").Options
     for name in ("command", "cssgd", "fidelity", "lgreco_links", "mesa_memory", "sensitivity")
 }
@@ -66,3 +67,15 @@ def test_a_flag_does_what_its_name_says(name, path, default, capsys):
 def test_commands_are_read_in_the_way_that_is_tested(narrow):
     _, out, _ = narrow("bench", "memory", "--help")
     assert "--peaks, --no-peaks" in out
+
+
+@pytest.mark.parametrize("name", dispatch._COMMANDS)
+def test_help_breaks_no_line_that_fits(narrow, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "1000")
+    _, out, _ = narrow(*name.split(), "--help")
+    options = re.sub(r"[│╭╮╰╯─]", " ", out).partition(" options  ")[2]
+    rows = [row for row in map(str.strip, options.splitlines()) if row.strip("-")]
+    assert rows[0].startswith("-h, --help ")
+    for above, row in pairwise(rows):
+        if not row.startswith("-"):  # what is said of an option whose name is long
+            assert re.fullmatch(r"--\S+( \S+)*", above), row

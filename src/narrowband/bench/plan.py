@@ -66,8 +66,8 @@ class Config:
     Attributes:
         batch: Samples of one rank; with accumulate, of one micro-batch.
         accumulate: Micro-batches per optimizer step. Gradients are sent with the last one: the others are in no_sync().
-        link: Rate of each machine's link: 200mbit, or 20mbit/100mbit if it sends slower than it receives. Left out:
-            1gbit, and for a range of nodes 10mbit to 100gbit.
+        link: Rate of each machine's link: 200mbit, or 20mbit/100mbit if it sends slower than it receives. When left
+            out, it is 1gbit, and for a range of nodes 10mbit to 100gbit.
         delay: One-way delay between machines: 20ms, …
         measure: Measure the links, and the step on every rank, among ranks that torchrun has started: torchrun … -m
             narrowband.cli plan model.py:build --measure. Then link, delay, nodes and per_node are not given.

@@ -60,7 +60,7 @@ class Adapt:
     """Accordion's spec elsewhere."""
     eta: float = 0.5
     """Accordion's share of change from which gradients change fast."""
-    before: Path | None = None
+    before: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """For accordion: the file with gradients of an earlier window."""
     clusters: int = 6
     """For kmeans: how many groups of layers it makes."""
@@ -72,7 +72,7 @@ class Adapt:
     """How many ranks will train: what is gathered, as top-k is, costs more the more there are."""
     min_numel: int = 1024
     """Smaller tensors, and vectors, are no layers."""
-    output: Path | None = None
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the plan to this file. After Ctrl-C nothing is there, because all layers are decided together."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Draw how many times less each layer sends."""

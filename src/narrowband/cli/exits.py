@@ -32,6 +32,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from narrowband.bench.ranks import RankError
@@ -71,7 +72,7 @@ def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal's encoding may lack characters of tables and names
         sys.stdout.reconfigure(errors="replace")
     try:
-        with _terminable(), _heard_in_callbacks():
+        with _interruptible():
             return work()
     except KeyboardInterrupt as stop:
         errors.print(f"Stopped. {stopped}".strip(), style="yellow", highlight=False)
@@ -93,55 +94,64 @@ class _Terminated(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Raise :class:`_Terminated` on SIGTERM, which would end this process before anything is cleaned up. A second one
-    does so all the same. Processes that this one has started for its work, and would wait for, are ended before.
+def _interruptible() -> Iterator[None]:
+    """Raise ``KeyboardInterrupt`` on Ctrl-C, and :class:`_Terminated` on SIGTERM, which would end this process before
+    anything is cleaned up. A second SIGTERM does so all the same. Processes that this one has started for its work, and
+    would wait for, are ended before.
+
+    Callbacks of C swallow what a signal raises in them, and then what they were called for fails of something else:
+    LLVM compiles with such callbacks. So any error that comes after a signal is taken for its consequence. PyTorch goes
+    on without NumPy if a signal comes while it imports that. So a signal ends this process at once while PyTorch is
+    imported, since nothing has begun then.
 
     Python handles signals in the main thread only, so in other threads nothing is changed, nor where another handler
     was set.
     """
+    heard: list[KeyboardInterrupt] = []
+    report = sys.unraisablehook
 
-    def terminate(*_: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise _Terminated
-
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _heard_in_callbacks() -> Iterator[None]:
-    """Raise the Ctrl-C or SIGTERM that a callback of C has swallowed, in the place of the error that follows from it.
-
-    While LLVM compiles a loop, the first Python code to run after a signal is such a callback. Python prints what it
-    raises, and compiling fails of something else.
-    """
-    swallowed: list[KeyboardInterrupt] = []
-    before = sys.unraisablehook
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for process in multiprocessing.active_children():
+                process.terminate()
+        if _imports_pytorch(frame):
+            os.write(2, b"Stopped.\n")
+            os._exit(TERMINATED if number == signal.SIGTERM else STOPPED)
+        heard.append(_Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise heard[-1]
 
     def note(unraisable: sys.UnraisableHookArgs) -> None:
-        if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            swallowed.append(unraisable.exc_value)
-        else:
-            before(unraisable)
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            report(unraisable)
 
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is threading.main_thread():
+        ours = [number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
+    else:
+        ours = []
     sys.unraisablehook = note
     try:
+        for number in ours:
+            signal.signal(number, interrupt)
         yield
     except Exception:
-        if swallowed:
-            raise swallowed[0] from None
+        if heard:
+            raise heard[0] from None
         raise
     finally:
-        sys.unraisablehook = before
+        for number in ours:
+            signal.signal(number, before[number])
+        sys.unraisablehook = report
+
+
+def _imports_pytorch(frame: FrameType | None) -> bool:
+    """Return whether this frame belongs to the import of PyTorch."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "torch":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_unread() -> bool:

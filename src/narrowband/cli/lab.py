@@ -42,15 +42,15 @@ class Lab:
     rate: str = "200mbit"
     """Rate of every link in both directions: 200mbit, 1gbit, …; of each machine's: 200mbit,1gbit; none leaves the links
     unshaped."""
-    up: str | None = None
-    """At which machines send, where that is another rate than the one at which they receive."""
-    down: str | None = None
-    """At which they receive."""
-    delay: str | None = None
+    up: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
+    """Rate at which machines send, where they receive at another one; of all machines, or of each: 20mbit,50mbit."""
+    down: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
+    """Rate at which they receive."""
+    delay: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """One-way delay between two ranks: 5ms, …"""
-    loss: str | None = None
+    loss: Annotated[str | None, tyro.conf.arg(metavar="SHARE")] = None
     """Share of packets lost: 0.1%, …"""
-    timeout: float | None = None
+    timeout: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
     """Seconds after which all ranks are ended, with exit code 124."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the counts to this file, and what each rank tells: a JSON value in NARROWBAND_TOLD/RANK.json."""

@@ -44,21 +44,21 @@ class Memory:
       narrowband memory model.py:build --batch 64 --amp --depth 3 --codec topk:density=0.01+ef
     """
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """file.py:function, which is called with the batch size and returns a module and the tuple of its inputs; or
     deit-tiny, deit-small, gpt, resnet18."""
     batch: int = 8
     """Samples."""
-    budget: str | None = None
+    budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """Bytes of tensors that may be alive at once, such as 8GB or 600MB: parameters, gradients, the optimizer's state,
     residuals, activations, and what operators need for a moment."""
     optimizer: Literal["adamw", "sgd", "adafactor", "adamw-8bit"] = "adamw"
     """Whose state is counted; sgd has momentum, and adamw-8bit is bitsandbytes'."""
-    codec: str | None = None
+    codec: Annotated[str | None, tyro.conf.arg(metavar="SPEC")] = None
     """With which gradients are compressed, such as topk:density=0.01+ef, for the residuals that its feedback keeps."""
     amp: bool = False
     """Run forward under bfloat16 autocast."""
-    device: Literal["cpu", "cuda"] | None = None
+    device: Annotated[Literal["cpu", "cuda"] | None, tyro.conf.arg(metavar="{cpu,cuda}")] = None
     """Where to train; CUDA where there is any, when left out."""
     depth: int = 2
     """Parts of a module's name that tables of modules tell apart."""

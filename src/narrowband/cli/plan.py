@@ -34,7 +34,7 @@ class Plan:
       narrowband plan model.py:build --link 100mbit --codecs none fp16 qsgd:bits=2+ef --every 10 50
     """
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """file.py:function, which is called with the batch size and returns a module and the tuple of its inputs; or
     deit-tiny, deit-small, gpt, resnet18."""
     config: Annotated[plan.Config, tyro.conf.arg(name="")] = field(default_factory=plan.Config)

@@ -34,7 +34,7 @@ class Report:
 
     run: Annotated[Path, tyro.conf.Positional]
     """File that the recorder wrote, or a benchmark (.json)."""
-    beside: Path | None = None
+    beside: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """The same training without compression (spec none), to be shown beside it."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html")] = None
     """Where the page goes; left out: beside the run, with .html."""

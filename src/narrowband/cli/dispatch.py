@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from narrowband.cli.exits import CONVENTION, DEBUG, finish
@@ -19,7 +21,7 @@ from narrowband.cli.exits import CONVENTION, DEBUG, finish
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["main"]
+__all__ = ["run"]
 
 #: Command line words → module and class. A module is imported when its command is run. A command is a dataclass of its
 #: options. It is called with the console to print results on, and returns the exit code.
@@ -56,16 +58,8 @@ _EXAMPLES = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (``sys.argv`` when None) and return its exit code.
-
-    After that of ``sys.argv`` Ctrl-C ends the process at once, since nothing is left to do but to exit.
-
-    Example:
-        >>> main(["--version"])  # doctest: +SKIP
-        narrowband 0.1.0
-        0
-    """
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (``sys.argv`` when None) and return its exit code."""
     from rich.console import Console
 
     words = list(sys.argv[1:] if argv is None else argv)
@@ -75,10 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     width = 80 if os.environ.get("COLUMNS") == "0" else None  # some systems report width 0; Rich would print nothing
     console, errors = (Console(stderr=stderr, emoji=False, width=width) for stderr in (False, True))  # `a:ok` is a path
-    code = finish(lambda: _dispatch(words, behind, console), errors, debug=debug)
-    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt at exit would print a traceback
-    return code
+    return finish(lambda: _dispatch(words, behind, console), errors, debug=debug)
 
 
 def _dispatch(words: list[str], behind: list[str] | None, console: Console) -> int:
@@ -129,8 +120,22 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
         console.print(
             _wrapped(kind.__doc__, console.width), "", sep="\n", highlight=False, markup=False, soft_wrap=True
         )
+        _join_lines_of_help(kind)
     command: Callable[..., int] = tyro.cli(kind, prog=f"narrowband {name}", description="", args=options)
     return command(console, behind) if name in _WITH_A_COMMAND else command(console)
+
+
+def _join_lines_of_help(kind: type) -> None:
+    """Give tyro what is said of each field as one line. Of docstrings it would keep the breaks, and wrap each line."""
+    (source,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(source, ast.ClassDef)
+    said = {}
+    for field, below in pairwise(source.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            said[ast.unparse(field.target)] = " ".join(str(below.value.value).split())
+    for each in fields(kind):
+        if each.name in said:
+            each.metadata = MappingProxyType({**each.metadata, "help": said[each.name]})
 
 
 def _first_word(options: list[str]) -> int | None:
