@@ -70,8 +70,9 @@ def test_every_name_has_one_home_that_type_checkers_know():
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'narrowband' has no attribute 'compress_gradient'"):
+    with pytest.raises(AttributeError, match="'narrowband' has no attribute 'compress_gradient'") as caught:
         narrowband.compress_gradient  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("compress_gradient", narrowband)  # for Python's "Did you mean"
 
 
 def test_import_loads_no_heavy_dependency(added):

@@ -10,6 +10,7 @@ Example:
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return import_module(f"narrowband.{name}")
     if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        wrong = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(wrong, name=name, obj=sys.modules[__name__])  # with these Python says which name is near
     value = getattr(import_module(f"narrowband.{_HOME_OF[name]}"), name)
     globals()[name] = value  # found without this function from now on
     return value

@@ -395,7 +395,16 @@ def refusals(rank, world_size):
     model = mlp()
     frozen = mlp().requires_grad_(False)
     first, second = nn.Linear(4, 3), nn.Linear(5, 2, bias=False)
+    compressed = mlp()
+    handle = nb.compress_gradients(compressed, "qsgd:bits=4")
+    found = [
+        refusal(lambda each=each: nb.Averager(each, "none"))
+        for each in (DDP(mlp()), nn.Sequential(DDP(mlp())), compressed)
+    ]
+    handle.remove()
+    nb.Averager(compressed, "none").remove()
     return [
+        *found,
         refusal(lambda: nb.Averager(3, "qsgd:bits=4")),
         refusal(lambda: nb.Averager([torch.ones(3)], "qsgd:bits=4")),
         refusal(lambda: nb.Averager(frozen, "qsgd:bits=4")),
@@ -409,6 +418,11 @@ def refusals(rank, world_size):
 def test_what_cannot_be_averaged_is_refused_with_what_to_do():
     for found in run_ranks(refusals, 2):
         kinds = [kind for kind, _ in found]
+        assert kinds[:3] == ["UnsupportedError"] * 3
+        assert "the model is a DistributedDataParallel, which averages gradients with ranks [" in found[0][1]
+        assert "0 is a DistributedDataParallel" in found[1][1]
+        assert "has a handle of compress_gradients already" in found[2][1]
+        del found[:3], kinds[:3]
         assert kinds == [
             "TypeError", "TypeError", "ValueError", "DisagreementError", "UnsupportedError", "ValueError",
             "DisagreementError",

@@ -60,7 +60,7 @@ def test_every_sample_is_computed_exactly_r_times_however_uneven_the_batch(a, mo
 def test_load_is_that_of_equations_19_and_28(n, r):
     if r >= n:
         with pytest.raises(
-            ValueError, match=f"redundancy={r} must be at least 1 and less than the number of nodes, {n}"
+            ValueError, match=f"redundancy={r} must be at least 1 and less than the number of ranks, {n}"
         ):
             Assignment(n, r)
         return
@@ -83,10 +83,10 @@ def test_load_of_groups():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, 0), "redundancy=0 must be at least 1 and less than the number of nodes, 4"),
-        ((4, 4), "redundancy=4 must be at least 1 and less than the number of nodes, 4"),
-        ((1, 1), "redundancy=1 must be at least 1 and less than the number of nodes, 1"),
-        ((8, 2, 3), "group=3 must divide the number of nodes, 8, and be at least redundancy=2; use 2 or 4 or 8"),
+        ((4, 0), "redundancy=0 must be at least 1 and less than the number of ranks, 4"),
+        ((4, 4), "redundancy=4 must be at least 1 and less than the number of ranks, 4"),
+        ((1, 1), "one rank has nobody to send to; start two or more"),
+        ((8, 2, 3), "group=3 must divide the number of ranks, 8, and be at least redundancy=2; use 2 or 4 or 8"),
         ((8, 3, 2), "group=2 must divide .* redundancy=3; use 4 or 8"),
         ((16, 4), "redundancy=4 among 16 nodes .* into 1,820 blocks, and 256 are allowed; use group=4 or 8"),
         ((13, 4), "redundancy=4 among 13 nodes .* 715 blocks, .*; use redundancy=1 or 2"),

@@ -79,9 +79,9 @@ def test_bad_input_is_refused_before_training_with_what_to_do():
         assert {kinds[key] for key in kinds.keys() - unsupported} == {"ValueError"}
         assert "remove() on all ranks first" in texts["compressed"]
         assert "Train the module without that wrapper" in texts["compressed inside"]
-        assert "redundancy=0 must be at least 1 and less than the number of nodes, 3" in texts["r = 0"]
-        assert "redundancy=3 must be at least 1 and less than the number of nodes, 3" in texts["r = n"]
-        assert "group=2 must divide the number of nodes, 3, and be at least redundancy=2; use 3" in texts["group"]
+        assert "redundancy=0 must be at least 1 and less than the number of ranks, 3" in texts["r = 0"]
+        assert "redundancy=3 must be at least 1 and less than the number of ranks, 3" in texts["r = n"]
+        assert "group=2 must divide the number of ranks, 3, and be at least redundancy=2; use 3" in texts["group"]
         assert "node 0 would do 0.6 of the work of all nodes" in texts["shares"]
         assert "the batch has 8 rows, which are not this rank's part of a mini-batch" in texts["rows with shares"]
         assert "bits=12; expected one of 32, 16, 8" in texts["bits"]

@@ -352,3 +352,8 @@ def test_what_is_wrong_is_said_and_nothing_hangs(what, message):
         run_ranks(wrong, 2, what)
     assert message in str(error.value)
     assert "timed out" not in str(error.value)
+
+
+def test_without_a_process_group_a_stage_says_what_to_call():
+    with pytest.raises(nb.UnsupportedError, match=r"call torch.distributed.init_process_group\(...\) first"):
+        nb.CompressedStage(nn.Linear(2, 2), 0, 2, CPU, forward="uniform:bits=8")

@@ -8,6 +8,7 @@ import json
 import math
 import resource
 import signal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -119,7 +120,9 @@ def test_loggers_get_the_same_numbers_on_one_rank():
         assert seen[4]["narrowband/loss"] == 0.5
         assert seen[4]["narrowband/sent_bytes"] > 0
     with pytest.raises(TypeError, match="must have a method add_scalar"):
-        nb.Recorder(object(), writer=3)
+        nb.Recorder(mock.Mock(), writer=3)
+    with pytest.raises(TypeError, match=r"handle is Linear; pass what nb.compress_gradients, "):
+        nb.Recorder(nn.Linear(2, 2), "run.jsonl")
 
 
 def with_tensorboard(rank, world_size, folder):

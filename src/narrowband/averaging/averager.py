@@ -17,7 +17,7 @@ from narrowband.averaging.gradient_group import GradientGroup, has_sparse_gradie
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.listening import listen
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
-from narrowband.averaging.replicas import check_replica, groups_of_replica
+from narrowband.averaging.replicas import check_once, check_outside_ddp, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.waiting import Waiting
 from narrowband.averaging.who import reshard
@@ -62,8 +62,9 @@ class Averager(Handle):
         TypeError: something without named parameters.
         ValueError: a spec, a number or a collective that does not exist; nothing to average; two parameters of one
             name; momentum in both the optimizer and the spec, or in none; or ranks that disagree.
-        UnsupportedError: no process group, one with ranks that hold parts of the same sharded parameters, or a
-            combination that cannot work.
+        UnsupportedError: no process group, one with ranks that hold parts of the same sharded parameters; a module
+            whose gradients others average among the same ranks, such as a DistributedDataParallel; or a combination
+            that cannot work.
 
     Example:
         >>> averager = nb.Averager(model, "qsgd:bits=4")
@@ -105,6 +106,9 @@ class Averager(Handle):
             )
             group = group_or(process_group)
             check_replica((p for _, p in pairs), group)
+            if isinstance(tensors, nn.Module):
+                check_outside_ddp(tensors, group)
+                check_once(tensors, group, "compress_gradients", "CodedDataParallel")
             return pairs, settings.with_optimizer(optimizer, pairs, warn=dist.get_rank(group) == 0)
 
         if isinstance(tensors, nn.Module):

@@ -92,6 +92,24 @@ def check_once(model: nn.Module, group: dist.ProcessGroup | None, *besides: str)
             )
 
 
+def check_outside_ddp(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Check that no DistributedDataParallel in a model averages with ranks of the group.
+
+    Raises:
+        UnsupportedError: one does.
+    """
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    for name, ddp in ddps_in(model).items():
+        both = sorted(others & set(dist.get_process_group_ranks(ddp.process_group)))
+        if both:
+            raise UnsupportedError(
+                f"{name or 'the model'} is a DistributedDataParallel, which averages gradients with ranks {both} in "
+                "backward, without compression. Averaging them again would send more, not less. Use "
+                "compress_gradients(model, spec), which compresses what DistributedDataParallel sends; or train the "
+                "module inside it, and pass that to nb.Averager"
+            )
+
+
 def groups_of_replica(model: object) -> list[dist.ProcessGroup]:
     """Return the process groups in which ranks train one replica together, once each: those of DistributedDataParallel
     in the model, and those of each dimension of the meshes that its parameters are sharded over.

@@ -24,6 +24,9 @@ T = TypeVar("T")
 #: The types that the field of a key may have, beside a ``Literal`` of strings.
 KEY_TYPES = (int, float, bool, str)
 
+#: What people call formats of numbers, and what has as many bits.
+_FORMATS = {"fp32": "none", "float32": "none", "int8": "uniform:bits=8", "fp8": "uniform:bits=8", "int4": "qsgd:bits=4"}
+
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -73,7 +76,7 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
     name, colon, rest = text.strip().partition(":")
     if name not in kinds:
         among = "" if name == text else f" in {text!r}"
-        raise ValueError(f"unknown {what} {name!r}{among}{_nearest(name, kinds)}; there are: {', '.join(kinds)}")
+        raise ValueError(f"unknown {what} {name!r}{among}{_meant(name, kinds)}; there are: {', '.join(kinds)}")
     kind = kinds[name]
     if colon and not rest:
         raise ValueError(f"{text!r} ends with ':'; write {name!r}, or {name}:key=value with {_keys(kind)}")
@@ -117,12 +120,24 @@ def _convert(value: str, hint: Any, key: str, text: str) -> Any:
         return hint(value)
     except ValueError:
         word = "a whole number" if hint is int else "a number"
-        raise ValueError(f"{key}={value} in {text!r} is not {word}") from None
+        share = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value) if hint is float else None
+        write = "" if share is None else f"; write {key}={float(share[1]) / 100:g}"
+        raise ValueError(f"{key}={value} in {text!r} is not {word}{write}") from None
 
 
 def _keys(kind: type) -> str:
     names = [f.name for f in keys_of(kind)]
     return ", ".join(names) if names else "no keys"
+
+
+def _meant(name: str, kinds: Mapping[str, type]) -> str:
+    """Return in words what was meant by a name that does not exist: a number format, or a term without its colon."""
+    term = re.fullmatch(r"([\w-]+)[ (=]+([^()]*)\)?", name)
+    other = _FORMATS.get(name.lower(), "")
+    if term is not None and term[1] in kinds:
+        keys = [f.name for f in keys_of(kinds[term[1]])]
+        other = f"{term[1]}:{term[2] if '=' in term[2] else f'{keys[0]}={term[2]}'}" if keys else term[1]
+    return f" (did you mean {other!r}?)" if name_of(other) in kinds else _nearest(name, kinds)
 
 
 def _nearest(word: str, among: Any) -> str:

@@ -83,15 +83,17 @@ class Assignment:
     def __post_init__(self) -> None:
         n, r, g = self.nodes, self.redundancy, self.group or self.nodes
         object.__setattr__(self, "group", g)
+        if n == 1:
+            raise ValueError("one rank has nobody to send to; start two or more, as with torchrun --nproc-per-node 3")
         if not 1 <= r < n:
             raise ValueError(
-                f"redundancy={r} must be at least 1 and less than the number of nodes, {n}: with {n}, every node would "
+                f"redundancy={r} must be at least 1 and less than the number of ranks, {n}: with {n}, every rank would "
                 "compute everything and have nothing to send"
             )
         if n % g or not r <= g <= n:
             fit = [d for d in _divisors(n) if d >= r]
             raise ValueError(
-                f"group={g} must divide the number of nodes, {n}, and be at least redundancy={r}; use {_listed(fit)}"
+                f"group={g} must divide the number of ranks, {n}, and be at least redundancy={r}; use {_listed(fit)}"
             )
         if math.comb(g, r) > MAX_BLOCKS:
             fit = [d for d in _divisors(n) if d >= r and math.comb(d, r) <= MAX_BLOCKS]

@@ -83,8 +83,8 @@ class CompressedStage(AveragedStage):
     Raises:
         ValueError: a spec is not valid, or their number is not that of the boundaries; at the first step, neighbouring
             stages have different configurations.
-        UnsupportedError: a spec cannot work between stages; a schedule sends micro-batches in different orders where
-            feedback needs one order; or PyTorch's stage cannot see what averages the submodule.
+        UnsupportedError: no process group; a spec cannot work between stages; a schedule sends micro-batches in different
+            orders where feedback needs one order; or PyTorch's stage cannot see what averages the submodule.
 
     Example:
         >>> stage = nb.CompressedStage(part, rank, 4, device, forward="uniform:bits=8", backward="qsgd:bits=4")
@@ -108,6 +108,8 @@ class CompressedStage(AveragedStage):
         compress_in_eval: bool = True,
         **options: Any,
     ) -> None:
+        if not dist.is_initialized():
+            raise UnsupportedError("no process group: call torch.distributed.init_process_group(...) first")
         super().__init__(submodule, stage_index, num_stages, device, **options)
         there, back = (
             _each(specs, num_stages - 1, name) for name, specs in (("forward", forward), ("backward", backward))

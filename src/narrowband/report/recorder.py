@@ -71,7 +71,7 @@ class Recorder:
     Raises:
         ValueError: ``every`` or ``layers_every`` is below 1, or the file holds something else.
         OSError: the file cannot be written.
-        TypeError: the writer is neither of the two.
+        TypeError: the handle is none, or the writer is neither of the two.
 
     Example:
         >>> with nb.Recorder(handle, "run.jsonl") as recorder:  # doctest: +SKIP
@@ -93,6 +93,11 @@ class Recorder:
         writer: Any = None,
         rank: int | None = 0,
     ) -> None:
+        if not callable(getattr(handle, "stats", None)):
+            raise TypeError(
+                f"handle is {type(handle).__name__}; pass what nb.compress_gradients, nb.compress_updates or "
+                "nb.compress_shards returned, or an nb.Averager"
+            )
         every, layers_every = whole_number("every", every), whole_number("layers_every", layers_every)
         for name, value in (("every", every), ("layers_every", layers_every)):
             if value < 1:
