@@ -211,8 +211,10 @@ def _check_make(words: Sequence[str]) -> None:
 
 def _check_pip(words: Sequence[str], *, warned: bool) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    if list(words) == ["uninstall", DISTRIBUTION]:
+        return
     if words[0] != "install":
-        raise CommandError("pip does what here? only 'install' is known")
+        raise CommandError(f"pip does what here? only 'install' and 'uninstall {DISTRIBUTION}' are known")
     for word in words[1:]:
         if word.startswith("-"):
             continue

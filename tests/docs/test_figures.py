@@ -159,6 +159,13 @@ def of_steps_behind_links() -> Iterator[Said]:
     )
     dgc, low = "dgc:density=0.001", "powersgd:rank=4"
     yield Said(
+        "docs/explanation/faq.md",
+        f"{ratio(slow, 'torch: fp16 hook')} times as long as one that sends nothing at 200 Mbit/s, and "
+        f"{ratio(slow, 'fp16')} times with `fp16`. With PowerSGD of rank 4 it takes "
+        f"{ratio(slow, 'torch: PowerSGD hook, rank 4')} times as long with PyTorch's hook, and {ratio(slow, low)} times "
+        f"with `{low}`",
+    )
+    yield Said(
         "docs/how-to/dgc.md",
         f"a step takes {ratio(slow, dgc, 2)} times as long as one without any communication, and "
         f"{ratio(slow, 'none')} times uncompressed",

@@ -83,8 +83,8 @@ class CompressedStage(AveragedStage):
     Raises:
         ValueError: a spec is not valid, or their number is not that of the boundaries; at the first step, neighbouring
             stages have different configurations.
-        UnsupportedError: no process group; a spec cannot work between stages; a schedule sends micro-batches in different
-            orders where feedback needs one order; or PyTorch's stage cannot see what averages the submodule.
+        UnsupportedError: no process group; a spec cannot work between stages; a schedule sends micro-batches in
+            different orders where feedback needs one order; or PyTorch's stage cannot see what averages the submodule.
 
     Example:
         >>> stage = nb.CompressedStage(part, rank, 4, device, forward="uniform:bits=8", backward="qsgd:bits=4")
