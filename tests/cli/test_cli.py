@@ -19,7 +19,9 @@ import narrowband
 from narrowband.cli import main
 from narrowband.cli.codecs import Codecs
 from narrowband.cli.dispatch import _COMMANDS
+from narrowband.cli.lab import Lab
 from narrowband.codecs import available
+from narrowband.lab import LabConfig, LabReport
 from narrowband.report.gpu import GPU
 from tests.cli.ctrl_c import stopped
 
@@ -431,3 +433,10 @@ def test_the_demo_tells_one_rank_that_it_sends_nothing(narrow, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["estimates"] == []
     assert [row["times_less_traffic"] for row in summary["rows"]] == [None] * 3
+
+
+@pytest.mark.parametrize(("timeout", "code", "says"), [(2.0, 124, True), (2.0, 1, False), (None, 124, False)])
+def test_the_lab_says_that_its_time_was_up(timeout, code, says):
+    console = Console(file=io.StringIO(), width=120)
+    assert Lab(timeout=timeout)._shown(LabReport(seconds=2.1, exit_code=code, ranks=[]), console) == code
+    assert console.file.getvalue().endswith("The ranks were ended after --timeout 2 s.\n") == says

@@ -162,8 +162,8 @@ def of_steps_behind_links() -> Iterator[Said]:
         "docs/explanation/faq.md",
         f"{ratio(slow, 'torch: fp16 hook')} times as long as one that sends nothing at 200 Mbit/s, and "
         f"{ratio(slow, 'fp16')} times with `fp16`. With PowerSGD of rank 4 it takes "
-        f"{ratio(slow, 'torch: PowerSGD hook, rank 4')} times as long with PyTorch's hook, and {ratio(slow, low)} times "
-        f"with `{low}`",
+        f"{ratio(slow, 'torch: PowerSGD hook, rank 4')} times as long with PyTorch's hook, and "
+        f"{ratio(slow, low)} times with `{low}`",
     )
     yield Said(
         "docs/how-to/dgc.md",

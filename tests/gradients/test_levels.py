@@ -423,7 +423,7 @@ def test_a_mistake_of_one_rank_is_told_to_its_mates_too(sharded):
         "a name": "1.bias: this handle compresses no parameters",
         "a spec": "topk:density=0.4+ef on rank 1",
         "a state": "the state lacks",
-        "a folder": "nowhere",
+        "a folder": "nowhere has no checkpoint that torch.distributed.checkpoint.save has finished",
         "a call": "on rank 1",
     }
     of_rank_1 = dict.fromkeys(("a name", "a state"), "ValueError")

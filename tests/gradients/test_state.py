@@ -227,6 +227,10 @@ BROKEN = {
         lambda state: (state.clear(), state.update(weight=torch.zeros(3))),
         "not the state of a model",
     ),
+    "a checkpoint that has the state": (
+        lambda state: (inside := dict(state), state.clear(), state.update(model={}, compression=inside)),
+        "pass what handle.state_dict() returned: it is under 'compression' here",
+    ),
     "step is a word": (lambda state: state.update(step="x"), "the state has x for 'step', expected a number of steps"),
     "step is true": (lambda state: state.update(step=True), "for 'step'"),
     "step is negative": (lambda state: state.update(step=-1), "for 'step'"),

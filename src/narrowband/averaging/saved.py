@@ -67,12 +67,19 @@ def states_in(folder: str | PathLike[str], key: str, handle: Handle) -> list[dic
         handle: the handle that will load them.
 
     Raises:
+        FileNotFoundError: the folder has no checkpoint.
         ValueError: there are none.
     """
     reader = dcp.FileSystemReader(folder)  # type: ignore[attr-defined]
     shard = _name(handle).partition("-")[0]
     found, others = {}, set()
-    for name in reader.read_metadata().state_dict_metadata:
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{folder} has no checkpoint that torch.distributed.checkpoint.save has finished: {error}"
+        ) from None
+    for name in saved:
         place = re.fullmatch(rf"{re.escape(key)}\.(shard\d+)-rank(\d+)", name)
         if place is not None and place[1] == shard:
             found[int(place[2])] = name

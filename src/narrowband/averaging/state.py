@@ -95,10 +95,12 @@ def check_state(state: object) -> Mapping[str, Any]:
             "with the narrowband that saved it, or begin without it"
         )
     if lacking:
-        raise ValueError(
-            f"the state lacks {', '.join(map(repr, lacking))}; pass what handle.state_dict() returned, not the state "
-            "of a model or an optimizer"
-        )
+        inside = [
+            key for key, held in state.items() if isinstance(held, Mapping) and {"version", "feedback"} <= {*held}
+        ]
+        what = ", ".join(map(repr, lacking)) if "version" in state else "all that a state of compression has"
+        hint = f": it is under {inside[0]!r} here" if inside else ", not the state of a model or an optimizer"
+        raise ValueError(f"the state lacks {what}; pass what handle.state_dict() returned{hint}")
     for key, (expected, fits) in _FIELDS.items():
         if key in state and not fits(state[key]):
             raise ValueError(f"the state has {_short(state[key])} for {key!r}, expected {expected}")

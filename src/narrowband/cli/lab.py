@@ -15,7 +15,12 @@ from narrowband.cli.exits import check_output
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from narrowband.lab import LabReport
+
 __all__ = ["Lab"]
+
+#: The exit code after a time-out.
+_OUT_OF_TIME = 124
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,6 @@ class Lab:
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.lab import LabConfig, run
         from narrowband.report.record import provenance, write_json
-        from narrowband.report.tables import lab_table
 
         if not behind:
             raise ValueError(
@@ -78,13 +82,19 @@ class Lab:
         )
         if self.json is None:
             report = run(config, behind)
-            console.print(lab_table(report))
-            return report.exit_code
+            return self._shown(report, console)
         with tempfile.TemporaryDirectory(prefix="narrowband-told-") as folder:
             report = run(config, behind, {"NARROWBAND_TOLD": folder})
             told = [_told(Path(folder) / f"{rank}.json") for rank in range(config.ranks)]
         write_json(self.json, provenance() | {"config": asdict(config)} | report.to_dict() | {"told": told})
+        return self._shown(report, console)
+
+    def _shown(self, report: LabReport, console: Console) -> int:
+        from narrowband.report.tables import lab_table
+
         console.print(lab_table(report))
+        if self.timeout is not None and report.seconds >= self.timeout and report.exit_code == _OUT_OF_TIME:
+            console.print(f"The ranks were ended after --timeout {self.timeout:g} s.", highlight=False)
         return report.exit_code
 
 
