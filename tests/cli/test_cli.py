@@ -21,7 +21,7 @@ from narrowband.cli.codecs import Codecs
 from narrowband.cli.dispatch import _COMMANDS
 from narrowband.cli.lab import Lab
 from narrowband.codecs import available
-from narrowband.lab import LabConfig, LabReport
+from narrowband.lab import LabReport
 from narrowband.report.gpu import GPU
 from tests.cli.ctrl_c import stopped
 
