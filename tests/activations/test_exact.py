@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections import UserDict
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from narrowband.activations.storages import tensors_in
 from tests.activations.helpers import Heads, compress, linears, saved_of
 
 
@@ -225,6 +228,61 @@ def test_probabilities_that_a_model_returns_are_exact_since_a_loss_may_take_the_
     (ours,) = torch.autograd.grad(loss, model.head.weight)
     assert (ours - exact).norm() < 1e-3 * exact.norm()
     assert saved.kept_bytes < 1.3 * saved.raw_bytes
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    more: object = None
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+#: Batches and outputs as users write them.
+OBJECTS = {
+    "dataclass": Batch,
+    "mapping": lambda x: UserDict(x=x),
+    "slots": Slotted,
+    "object in an object": lambda x: Batch(torch.zeros(1), {"more": [Batch(x)]}),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_inputs_in_objects_are_kept_as_they_are(name):
+    class Reads(nn.Linear):
+        def forward(self, batch):
+            return super().forward(tensors_in(batch)[-1])
+
+    x = torch.randn(256, 32)
+    model = Reads(32, 16)
+    with compress(model, min_numel=1) as saved:
+        y = model(OBJECTS[name](x))
+    assert saved.raw_bytes == saved.kept_bytes == 0  # it lives anyway
+    (ours,) = torch.autograd.grad(y.square().sum(), model.weight)
+    assert torch.equal(ours, torch.autograd.grad(model(OBJECTS[name](x)).square().sum(), model.weight)[0])
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_probabilities_in_objects_that_a_model_returns_are_exact(name):
+    class Result(Classifier):
+        def forward(self, x):
+            return OBJECTS[name](super().forward(x)["result"])
+
+    model, x, of = Result(lambda x: x.softmax(-1)), torch.randn(256, 32), torch.randint(16, (256, 1))
+
+    def gradient(result):
+        (p,) = (each for each in tensors_in(result) if each.numel() > 1)
+        return torch.autograd.grad((p + 1e-8).log().gather(1, of).sum(), model.head.weight)[0]
+
+    exact = gradient(model(x))
+    with compress(model, min_numel=1):
+        result = model(x)
+    assert (gradient(result) - exact).norm() < 1e-3 * exact.norm()
 
 
 def test_what_is_kept_as_it_is_after_codes_were_made_of_it_takes_their_place():

@@ -51,6 +51,7 @@ from narrowband.activations.storages import (
     is_of_a_parameter,
     is_plain,
     is_strided,
+    tensors_in,
     values_of,
 )
 from narrowband.compiler import unseen
@@ -142,8 +143,7 @@ class Recorder:
         if hooks is None or hooks == self.hooks:
             return
         if getattr(hooks[0], "__module__", None) != torch.utils.checkpoint.__name__:  # a builtin function has no module
-            leaves = torch.utils._pytree.tree_leaves(outputs)
-            self.covered |= any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
+            self.covered |= any(x.grad_fn is not None for x in tensors_in(outputs))
 
     @unseen
     def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -153,9 +153,9 @@ class Recorder:
         """
         if self._thread != threading.get_ident():
             return
-        inputs = torch.utils._pytree.tree_leaves((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         self.storages.live(inputs)
-        if len(self._at_work) <= 1 and not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        if len(self._at_work) <= 1 and not any(x.requires_grad for x in inputs):
             self._extreme = False
         self.uncompiled = self.uncompiled or is_in_compiled_code()
 
@@ -363,7 +363,7 @@ class Recorder:
         A loss may take their logarithm, whose gradient is one over the probability. The codes of small probabilities
         do not tell that.
         """
-        for output in torch.utils._pytree.tree_leaves(outputs):
+        for output in tensors_in(outputs):
             if type(output) is not Tensor or output.grad_fn is None or not is_strided(output):
                 continue
             x = base_of(output)
@@ -412,6 +412,8 @@ class Recorder:
         derivation = None if recipe is None else recipe.derivation()
         if derivation is not None and derivation.bits >= bits:
             return derivation, derivation.count()
+        if storage.spent and storage.spent + x.numel() * bits // 8 > x.untyped_storage().nbytes():
+            return None, 0  # of views that overlap: all of the memory takes less than codes of each view
         normalization = self.normalization
         if normalization is not None and normalization.takes(x):
             name = site.name + ":normalized"
@@ -423,6 +425,7 @@ class Recorder:
             if payload is None:
                 return None, 0
             normalization.origin = weakref.ref(payload)
+            storage.spent += payload.nbytes
             recipe = Recipe(normalization.input(x), normalization.origin)
             storage.has_recipe(values, recipe)
             return recipe.derivation(), payload.nbytes
@@ -430,6 +433,7 @@ class Recorder:
         if payload is None:
             return None, 0
         storage.has_payload(values, payload)
+        storage.spent += payload.nbytes
         return payload, payload.nbytes
 
     def _bits_of_scores(self, site: Site, bits: Literal[8, 4, 2]) -> Literal[8, 4, 2, 0]:

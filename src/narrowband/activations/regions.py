@@ -28,13 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from narrowband.activations.calls import COMPILED, Call
 from narrowband.activations.compiled import compiled_hooks, compiled_saving, graph_bytes
 from narrowband.activations.dynamo import is_compiled_itself, without_mode
 from narrowband.activations.recorder import Recorder
+from narrowband.activations.storages import tensors_in
 from narrowband.compiler import unseen
 from narrowband.units import counted
 
@@ -262,8 +263,8 @@ def graphs_behind(outputs: Any, inputs: Any) -> Iterator[tuple[list[Tensor], int
         For each graph: the tensors that it keeps, the bytes of the tensors that were packed, and the bytes of their
         codes.
     """
-    seen = {_node(x) for x in tree_leaves(inputs)} | {None}
-    todo = [_node(x) for x in tree_leaves(outputs)]
+    seen = {x.grad_fn for x in tensors_in(inputs)} | {None}
+    todo: list[Any] = [x.grad_fn for x in tensors_in(outputs)]
     while todo:
         node = todo.pop()
         if node in seen:
@@ -273,7 +274,3 @@ def graphs_behind(outputs: Any, inputs: Any) -> Iterator[tuple[list[Tensor], int
             tensors = [x for x in (*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())) if x is not None]
             yield tensors, *graph_bytes(tensors)
         todo += [there for there, _ in node.next_functions]
-
-
-def _node(x: Any) -> Any:
-    return x.grad_fn if isinstance(x, Tensor) else None

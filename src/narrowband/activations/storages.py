@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.packed import Exact, Payload
@@ -28,6 +30,7 @@ __all__ = [
     "is_of_a_parameter",
     "is_plain",
     "is_strided",
+    "tensors_in",
     "values_of",
 ]
 
@@ -49,9 +52,10 @@ class Storage:
         exact: the tensor by which the whole storage is kept unchanged, if there is one.
         payloads: key of :func:`values_of` → codes. None for most storages, which have none.
         recipes: likewise, how to recompute tensors.
+        spent: bytes of the codes that were made of values in it.
     """
 
-    __slots__ = ("counted", "exact", "lives", "payloads", "recipes", "reference")
+    __slots__ = ("counted", "exact", "lives", "payloads", "recipes", "reference", "spent")
 
     def __init__(self, reference: int) -> None:
         self.reference = reference
@@ -60,6 +64,7 @@ class Storage:
         self.exact: weakref.ref[Exact] | None = None
         self.payloads: dict[tuple[Any, ...], weakref.ref[Payload]] | None = None
         self.recipes: dict[tuple[Any, ...], Recipe] | None = None
+        self.spent = 0
 
     @property
     def is_exact(self) -> bool:
@@ -126,6 +131,36 @@ class Storages:
             if isinstance(x, Tensor) and not is_lazy(x) and is_strided(x):
                 storage = self.of(x)
                 storage.lives = storage.counted = True
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results: in containers that PyTorch knows, and in attributes of other objects.
+
+    Batches and outputs are often objects, such as dataclasses, or dictionaries of a class of their own.
+
+    Example:
+        >>> class Batch: ...
+        >>> batch = Batch()
+        >>> batch.x = torch.zeros(2)
+        >>> [len(x) for x in tensors_in(([batch, torch.ones(3)], 0.1))]
+        [3, 2]
+    """
+    found, seen, left = [], set(), [(leaf, _DEEPEST) for leaf in tree_leaves(tree)]
+    for leaf, depth in left:  # grows
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif depth and not isinstance(leaf, _NO_DATA) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            own = [*getattr(leaf, "__dict__", {}).values()]
+            own += [getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())]
+            left += [(each, depth - 1) for each in tree_leaves(own)]
+    return found
+
+
+#: How many objects deep to look for tensors.
+_DEEPEST = 3
+#: What holds no batch and no output: numbers, strings, code, and models.
+_NO_DATA = (type(None), bool, int, float, str, bytes, type, FunctionType, ModuleType, nn.Module)
 
 
 # ---- what a tensor is ------------------------------------------------------------------------------------------------
