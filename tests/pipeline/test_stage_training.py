@@ -73,6 +73,47 @@ def test_several_tensors_cross_and_not_all_have_gradients_or_can_be_compressed()
     assert torch.equal(first[1], gradient)
 
 
+class Turned(nn.Linear):
+    """Returns transposed views, of an activation and of a mask."""
+
+    def forward(self, x, mask=None):
+        if mask is not None:
+            return super().forward(x.transpose(0, 1)) * mask.transpose(0, 1)
+        h = super().forward(x)
+        return h.transpose(0, 1), (h > 0).transpose(0, 1)
+
+
+class Expanded(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)[:, :1].expand(-1, 24)
+
+
+def turned(rank, world_size):
+    torch.manual_seed(0)
+    part = [Turned(10, 24), Turned(24, 24)][rank]
+    stage = nb.CompressedStage(part, rank, world_size, CPU, compress_in_eval=False)
+    schedule = schedule_of("1F1B", [stage])
+    run_step(schedule, [stage], *batch(0))
+    return run_step(schedule, [stage], *batch(1), train=False), part.weight.grad
+
+
+def in_one_piece(rank, world_size):
+    torch.manual_seed(0)
+    first, last = Turned(10, 24), Turned(24, 24)
+    pieces = [[t.tensor_split(MICROBATCHES) for t in batch(step)] for step in range(2)]
+    for x, y in zip(*pieces[0], strict=True):
+        (loss_fn(last(*first(x)), y) / MICROBATCHES).backward()
+    evaluated = [loss_fn(last(*first(x)), y).item() for x, y in zip(*pieces[1], strict=True)]
+    return evaluated, [first.weight.grad, last.weight.grad]
+
+
+def test_views_that_are_not_contiguous_cross_a_boundary():
+    ((evaluated, gradients),) = run_ranks(in_one_piece, 1)
+    (_, first), (found, last) = run_ranks(turned, 2)
+    assert found == pytest.approx(evaluated)
+    torch.testing.assert_close([first, last], gradients)
+
+
 def in_two_dimensions(rank, world_size, compress):
     """Two pipelines of two stages; the replicas of a stage average their gradients, compressed."""
     replica, at = divmod(rank, 2)
@@ -316,14 +357,17 @@ def wrong(rank, world_size, what):
     specs = {"forward": "qsgd:bits=4", "backward": "qsgd:bits=4"}
     if what == "specs" and rank == 1:
         specs["forward"] = "qsgd:bits=2"
-    if what in ("samples", "too many"):
+    if what in ("samples", "too many", "order"):
         specs["forward"] = "qsgd:bits=4+aq-sgd"
     if what == "number":
         specs["forward"] = ["qsgd:bits=4", "none"]
-    stage = nb.CompressedStage(parts(world_size)[rank], rank, world_size, CPU, **specs)
+    part = Expanded(10, 24) if what == "expanded" and rank == 0 else parts(world_size)[rank]
+    stage = nb.CompressedStage(part, rank, world_size, CPU, **specs)
     schedule = schedule_of("1F1B", [stage])
     if what == "too many":
         stage.samples = torch.arange(BATCH + 1)
+    if what == "order":
+        stage.samples = torch.randperm(BATCH, generator=torch.Generator().manual_seed(rank))
     run_step(schedule, [stage], *batch(0))
     if what == "state":
         stage.load_state_dict(stage.state_dict())
@@ -341,6 +385,8 @@ def wrong(rank, world_size, what):
         ("specs", "do not agree"),
         ("samples", "set stage.samples"),
         ("too many", "9 ids, but the batch has 4 micro-batches of 2 samples"),
+        ("order", "the same samples in the same order"),
+        ("expanded", "x.contiguous()"),
         ("number", "2 specs, but there are 1 boundaries"),
         ("state", "before its first step"),
         ("shape", "shape mismatch" if OLDEST else "static shapes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from narrowband.pipeline.pairs import ChannelPairs
@@ -58,27 +60,36 @@ class Neighbour(NamedTuple):
         return body.cpu().numpy().tobytes()
 
 
-def agree(neighbour: Neighbour, channels: ChannelPairs, *, compress_in_eval: bool, step: int) -> None:
+def agree(
+    neighbour: Neighbour, channels: ChannelPairs, *, compress_in_eval: bool, step: int, samples: Tensor | None = None
+) -> None:
     """Check that both ends of a boundary have the same configuration, and drop sample buffers that only one end has.
 
     Args:
         neighbour: the stage at the other end.
         channels: the channels of this end.
         compress_in_eval, step: the values of the stage at this end.
+        samples: the sample ids of the first batch, if it is a training batch and a channel needs them. Of ranks that
+            shuffle differently, one would take a sample's buffer for that of another, and no length would tell.
 
     Raises:
         ValueError: the two ends differ.
     """
-    own = json.dumps([*channels.identity(), compress_in_eval, step])
+    own = json.dumps([*channels.identity(), compress_in_eval, step, None if samples is None else _shown(samples)])
     theirs = neighbour.exchange(own.encode()).decode()
     if theirs != own:
         raise ValueError(
             f"stages {neighbour.own} and {neighbour.other} do not agree on [forward, backward, configuration, "
-            f"compress_in_eval, steps done]: {own} here, {theirs} there. Give all stages the same arguments, and load "
-            "states that were saved at the same step"
+            f"compress_in_eval, steps done, samples]: {own} here, {theirs} there. Give all stages the same arguments "
+            "and the same samples in the same order, and load states that were saved at the same step"
         )
     for channel in channels:
         ids = channel.reference_ids()
         if ids is not None:
             there = np.frombuffer(bytearray(neighbour.exchange(ids.cpu().numpy().tobytes())), np.int64)
             channel.keep_only(ids[torch.isin(ids, torch.from_numpy(there))])
+
+
+def _shown(samples: Tensor) -> str:
+    ids = torch.as_tensor(samples).to("cpu", torch.int64).contiguous()
+    return f"{', '.join(map(str, ids[:4].tolist()))}, … ({len(ids)} ids, checksum {zlib.crc32(ids.numpy().tobytes())})"

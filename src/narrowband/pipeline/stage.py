@@ -40,7 +40,8 @@ class _Arriving(NamedTuple):
 
     Attributes:
         channel: unpacks the payload; None where a tensor travels uncompressed.
-        payload: the buffer that the message is received into.
+        payload: the buffer that the message is received into: ``place`` itself where a contiguous tensor travels
+            uncompressed.
         place: the tensor that the payload is unpacked into.
         work: wait for it before using the payload; None where the schedule waits.
     """
@@ -265,6 +266,12 @@ class CompressedStage(AveragedStage):
         arriving = self._arriving[direction, microbatch] = []
         for op, number in zip(ops, numbers, strict=True):
             place, channel = op.tensor, None
+            if any(size > 1 and not stride for size, stride in zip(place.shape, place.stride(), strict=True)):
+                raise UnsupportedError(
+                    f"stage {self.stage_index}: tensor {number} that crosses the boundary, of shape "
+                    f"{tuple(place.shape)}, is an expanded view, whose elements share memory. Return a copy of it from "
+                    "the stage before the boundary: x.contiguous()"
+                )
             if self._compresses(place):
                 assert side is not None
                 channel = side.of(number)[direction]
@@ -274,6 +281,8 @@ class CompressedStage(AveragedStage):
                     tuple(place.shape), place.dtype, self._at(microbatch), samples=samples, training=self.has_backward
                 )
                 op.tensor = torch.empty(nbytes, dtype=torch.uint8, device=place.device)
+            elif not place.is_contiguous():  # backends receive into contiguous memory only
+                op.tensor = torch.empty(place.shape, dtype=place.dtype, device=place.device)
             work = self._transfers.receive(op, direction, microbatch) if self._transfers.by_itself else None
             arriving.append(_Arriving(channel, op.tensor, place, work))
         return ops
@@ -313,6 +322,8 @@ class CompressedStage(AveragedStage):
                 channel.unpack(
                     payload, place.detach(), self._at(microbatch), samples=samples, training=self.has_backward
                 )  # fmt: skip
+            elif payload is not place:
+                place.detach().copy_(payload)
 
     def _compresses(self, x: Tensor) -> bool:
         return compressible(x) and (self.has_backward or self.compress_in_eval)
@@ -348,7 +359,8 @@ class CompressedStage(AveragedStage):
             if self.group is not None:
                 rank = dist.get_global_rank(self.group, rank)
             neighbour = Neighbour(self.stage_index, other, rank, self.group, self.device)
-            agree(neighbour, side, compress_in_eval=self.compress_in_eval, step=self._step)
+            samples = self.samples if side.by_sample and self.has_backward else None
+            agree(neighbour, side, compress_in_eval=self.compress_in_eval, step=self._step, samples=samples)
 
     # ---- versions of PyTorch -----------------------------------------------------------------------------------------
 
