@@ -9,8 +9,10 @@ import gc
 import io
 import logging
 import math
+import os
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -175,6 +177,24 @@ def test_as_a_decorator():
     model.zero_grad()
     model(x).square().sum().mul(2).backward()
     assert 0 < error(first, grads_of(model)) < 0.01
+
+
+def test_functions_that_run_after_their_call_are_no_functions_to_decorate():
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    async def both():
+        yield
+
+    handle = compress(linears(16, 32, 8))
+    for function in (generator, coroutine, both):
+        with pytest.raises(TypeError, match=f"'{function.__name__}'.*around the forward pass"):
+            handle(function)
+    with handle:
+        pass
 
 
 def test_the_model_can_be_copied_and_pickled_afterwards():
@@ -435,6 +455,22 @@ def test_no_garbage_is_looked_for_while_passes_last():
         assert not gc.isenabled()  # whoever stopped it
     finally:
         gc.enable()
+
+
+def test_a_forked_process_looks_for_garbage():
+    """As a worker of a data loader whose batches are drawn inside of the context."""
+    read, write = os.pipe()
+    with compress(linears(16, 16)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that a fork leaves behind
+        child = os.fork()
+        if not child:
+            os.write(write, bytes([gc.isenabled()]))
+            os._exit(0)
+        assert not gc.isenabled()
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == b"\x01"
+    os.close(read)
+    os.close(write)
 
 
 def test_what_a_pass_makes_is_not_counted_towards_the_next_search_for_garbage():

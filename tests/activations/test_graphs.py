@@ -91,6 +91,34 @@ def test_double_backward_works_on_approximate_values():
     assert 0 < error(found, plain) < 0.05
 
 
+def test_a_gradient_that_forward_computes_is_close_and_exact_where_its_module_is_off():
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Sequential(
+                nn.Linear(8, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1, bias=False)
+            )
+            self.last = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+            return self.last(-gradient)
+
+    torch.manual_seed(0)
+    model, x = Forces(), torch.randn(40, 8)
+    exact = model(x)
+    exact.square().sum().backward()
+    gradients = grads_of(model)
+    for modules, most in (({}, 0.02), ({"energy*": "off"}, 0)):
+        model.zero_grad()
+        with compress(model, modules=modules):
+            y = model(x)
+        y.square().sum().backward()
+        assert (y - exact).norm() <= most * exact.norm()
+        assert error(grads_of(model), gradients) < 0.02
+
+
 def test_double_backward_may_be_inside_of_the_context():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -48,10 +48,10 @@ class Attention(nn.Module):
         return (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v
 
 
-def off_by(model, run):
-    """How far gradients in 8 bits are from the exact ones, in per cent of these."""
+def off_by(model, run, **options):
+    """How far gradients, in 8 bits if not said otherwise, are from the exact ones, in per cent of these."""
     (exact,) = torch.autograd.grad(run(), [*model.parameters()])
-    with nb.compress_activations(model, bits=8):
+    with nb.compress_activations(model, **options):
         loss = run()
     (rounded,) = torch.autograd.grad(loss, [*model.parameters()])
     return 100 * ((rounded - exact).norm() / exact.norm()).item()
@@ -125,6 +125,46 @@ def test_compiled_attention_with_large_scores():
     for deviation, per_cent in zip(told[::2], told[1::2], strict=True):
         found = of_attention(float(deviation), compiled=True)
         assert found == pytest.approx(float(per_cent), rel=0.15, abs=0.5), deviation
+
+
+class Normalized(nn.Module):
+    """A linear layer with normalization behind it."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm = nn.Linear(256, 256, bias=False), norm
+
+    def forward(self, x):
+        return self.norm(self.first(x))
+
+
+NORMS = {
+    "F.rms_norm": lambda x: F.rms_norm(x, (256,)),
+    "written out": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
+    "layer norm": lambda x: F.layer_norm(x, (256,)),
+}
+
+
+def of_normalization(name, factor, **options):
+    torch.manual_seed(0)
+    model, x = Normalized(NORMS[name]), torch.randn(1024, 256) * factor ** -torch.rand(1024, 1)
+    weights = torch.randn(1024, 256)
+
+    def run():
+        return (model(x) * weights).sum()
+
+    return off_by(model, run, **options)
+
+
+def test_normalization_of_tokens_of_different_size():
+    rows = re.findall(r"^\| (\d+) \|" + r" ([\d.]+) % \|" * 4 + "$", PAGE, re.M)
+    assert [int(factor) for factor, *_ in rows] == [1, 10, 30, 100]
+    runs = [("F.rms_norm", {}), ("written out", {}), ("written out", {"bits": 4})]
+    runs += [("written out", {"bits": 4, "granularity": 256})]
+    for factor, *told in rows:
+        found = [of_normalization(name, float(factor), **options) for name, options in runs]
+        assert found == pytest.approx([*map(float, told)], rel=0.15, abs=0.05), factor
+        assert of_normalization("layer norm", float(factor)) == pytest.approx(0.1, abs=0.05)
 
 
 class Probabilities(nn.Module):

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
+import os
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from os import PathLike
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed, nn
@@ -48,6 +50,8 @@ __all__ = ["ActivationCompression", "compress_activations"]
 
 log = logging.getLogger(__name__)
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 #: Models that a warning was logged for, since nothing of them was compressed, or compiled.
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -55,6 +59,9 @@ _NEVER_ENTERED = (
     "compress_activations was called, but its result was never used as a context, so nothing was compressed; write "
     "'with nb.compress_activations(model):' around the forward pass"
 )
+
+#: Whether calls of a function return before it runs.
+_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 #: Model → range estimates. They live as long as the model, so that every step may create a new context.
 _estimates: weakref.WeakKeyDictionary[nn.Module, Estimates] = weakref.WeakKeyDictionary()
@@ -153,6 +160,20 @@ class ActivationCompression(contextlib.ContextDecorator):
             raise AttributeError(name)
         ActivationCompression.__init__(self, self.model, self.policy)
         return object.__getattribute__(self, name)
+
+    def __call__(self, function: _Function) -> _Function:
+        """Return the function with the context around each of its calls.
+
+        Raises:
+            TypeError: calls of the function return before it runs, as those of generators and coroutines do.
+        """
+        if any(asks(function) for asks in _LATER):
+            raise TypeError(
+                f"compress_activations cannot decorate {getattr(function, '__name__', function)!r}: a generator or "
+                "coroutine runs after its call has returned, and the context would have ended by then. Write 'with "
+                "nb.compress_activations(model):' around the forward pass inside of it"
+            )
+        return super().__call__(function)
 
     @unseen
     def __enter__(self) -> Saved:
@@ -367,11 +388,18 @@ class _Collector:
             yield
         finally:
             with self._lock:
-                self._passes -= 1
+                self._passes = max(0, self._passes - 1)
                 if not self._passes and self._stopped:
                     self._stopped = False
                     self._leave_out()
                     gc.enable()
+
+    def start_in_child(self) -> None:
+        """Restart the collector in a forked process, such as a worker of a data loader, which runs no pass."""
+        self._lock, self._passes = threading.Lock(), 0
+        if self._stopped:
+            self._stopped = False
+            gc.enable()
 
     def _leave_out(self) -> None:
         """Raise the threshold by the number of objects that passes created: they die soon, or in backward."""
@@ -384,6 +412,8 @@ class _Collector:
 
 
 _collector = _Collector()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_collector.start_in_child)
 
 
 def _check_arguments(model: Any, policy: Any) -> None:
