@@ -183,7 +183,8 @@ def test_samples_are_used_once():
     boundary.samples = torch.arange(4)
     assert torch.equal(boundary(x), x)  # a first visit
     boundary.samples = torch.arange(4)
-    assert not torch.equal(boundary(x + 1), x + 1)
+    changed = torch.randn(4, 10)
+    assert not torch.equal(boundary(changed), changed)
     with pytest.raises(ValueError, match=r"set \.samples"):
         boundary(x)
     boundary.samples = torch.tensor([1, 2, 2, 3])
@@ -321,6 +322,20 @@ def test_bad_input():
     with pytest.raises(ValueError, match="of a channel with spec"):
         model(nb.Boundary("topk:density=0.2+ef21")).load_state_dict(net.state_dict())
     assert "topk:density=0.2+ef" in repr(net)
+    for given, name in (((torch.zeros(2), torch.zeros(2)), "tuple"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=f"argument 1 of a boundary must be a tensor, got {name}"):
+            nb.Boundary("qsgd:bits=4")(torch.zeros(2), given)
+
+
+@pytest.mark.parametrize(
+    ("samples", "name"),
+    [([0, 1], "list"), (np.arange(2), "ndarray"), (torch.arange(2, dtype=torch.int32), "torch.int32")],
+)
+def test_samples_are_an_int64_tensor(samples, name):
+    boundary = nb.Boundary("qsgd:bits=4+aq-sgd")
+    boundary.samples = samples
+    with pytest.raises(TypeError, match=f"must be an int64 tensor with one id per sample, not {name}"):
+        boundary(torch.zeros(2, 8))
 
 
 def break_channel(whole, **changes):

@@ -358,8 +358,10 @@ class AQSGD(SampleState):
                 "int64 tensor with one id per sample. A sample must have the same id in every epoch; its index in the "
                 "data set will do"
             )
-        if samples.dtype != torch.int64:
-            raise TypeError(f"samples must be int64 ids, not {samples.dtype}")
+        given: Any = samples
+        if not isinstance(given, Tensor) or given.dtype != torch.int64:
+            what = given.dtype if isinstance(given, Tensor) else type(given).__name__
+            raise TypeError(f"samples must be an int64 tensor with one id per sample, not {what}")
         if tuple(samples.shape) != (shape[0],):
             raise ValueError(
                 f"a batch of shape {tuple(shape)} has {shape[0]} samples, but samples=… has shape "

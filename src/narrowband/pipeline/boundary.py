@@ -109,7 +109,17 @@ class Boundary(nn.Module):
 
     @unseen
     def forward(self, *tensors: Tensor) -> Any:
-        """Return the restored tensors, as they arrive on the other side: a tensor for one, a tuple for several."""
+        """Return the restored tensors, as they arrive on the other side: a tensor for one, a tuple for several.
+
+        Raises:
+            TypeError: an argument is no tensor.
+        """
+        for number, x in enumerate(tensors):
+            if not isinstance(x, Tensor):
+                raise TypeError(
+                    f"argument {number} of a boundary must be a tensor, got {type(x).__name__}: pass the tensors of a "
+                    "tuple one by one, as in boundary(*tensors), and nothing else"
+                )
         if self.training and is_in_backward() and not self._channels.exact:
             raise UnsupportedError(
                 "this boundary was called inside backward: activation checkpointing recomputes a part that contains "
