@@ -206,6 +206,21 @@ def test_a_mistake_of_one_rank_is_told_to_its_replica_too():
             assert "(3 on rank 1; 2 on rank 3)" in text
 
 
+def more_fragments_than_layers(rank, world_size):
+    """What all ranks hear where one of a replica's two ranks has nothing of the second layer, and so one layer."""
+    mesh = mesh_of(2, 2)
+    model = fully_shard(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 1)), mesh=mesh["ranks"])
+    options = {"every": 2, "fragments": 2, "min_numel": 8, "process_group": mesh["replicas"].get_group()}
+    return refusal(lambda: nb.compress_updates(model, adamw(model), "none", **options))
+
+
+def test_too_few_layers_on_one_rank_are_told_to_its_replica_too():
+    answers = run_ranks(more_fragments_than_layers, 4)
+    assert [kind for kind, _ in answers] == ["DisagreementError", "ValueError"] * 2
+    for _, text in answers:
+        assert "fragments=2 is more than the number of layers that are compressed separately, which is 1" in text
+
+
 def gradients_and_updates(rank, world_size):
     """Handles of both kinds for the same parameters: with ranks in common, and inside and between machines."""
     mesh = mesh_of(2, 2)

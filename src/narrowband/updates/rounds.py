@@ -124,7 +124,7 @@ class UpdateCompression(Handle):
             compile_loops(self.device)
 
         tensors = self._averaged.tensors()
-        self._fragments = [self._fragment(names, tensors, at) for at, names in enumerate(self._split(tensors))]
+        self._fragments = [self._fragment(names, tensors, at) for at, names in enumerate(self._names)]
         self._saved = SavedRounds(
             self._fragments, self.every, rounds.split, rounds.residuals, rounds.overlap, self.outer
         )
@@ -150,6 +150,8 @@ class UpdateCompression(Handle):
 
     def _set_up_facts(self, call: str) -> Facts:
         own = self._rounds.facts(self.outer, self._averaged.left_out)
+        # Here, where ranks that hold other shards learn of an error: they may have more layers.
+        self._names = self._split(self._averaged.tensors())
         return {**super()._set_up_facts(call), **own, **self._stepped_by}
 
     def _begin_with_the_first(self) -> None:
