@@ -93,6 +93,26 @@ def test_collectives_are_issued_in_one_order_whatever_the_timing(world_size):
             assert wire_seconds > 0
 
 
+def test_who_is_told_of_an_error_can_read_it():
+    """An engine that says afterwards that it has stopped would be asked for more in between."""
+    seen, told = [], threading.Event()
+
+    def tell():
+        seen.append(own.error)
+        told.set()
+
+    def fail():
+        raise ZeroDivisionError
+
+    own = Engine(CPU, lambda _: seen.append(own.error), tell)
+    own.post(fail)
+    assert told.wait(180)
+    own.close()
+    before, after = seen
+    assert before is None
+    assert isinstance(after, ZeroDivisionError)
+
+
 def two_engines(rank, world_size):
     """Two engines on two groups, posted in opposite orders on the two ranks."""
     groups = [dist.new_group(list(range(world_size))) for _ in range(2)]

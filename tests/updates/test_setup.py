@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -365,6 +366,27 @@ def test_replicas_that_average_after_other_steps_are_told(options, steps, said):
         assert "have to take the same number of steps" in text
         assert rounds == 0
         assert as_before or "overlap" in options or "fragments" in options
+
+
+def ends_at_once(rank, world_size):
+    """A replica that calls ``average`` as soon as it hears of a round that broke off."""
+    tell = torch.futures.Future.set_exception
+
+    def tell_and_pause(self, error):
+        tell(self, error)
+        time.sleep(0.3)  # as a thread may on a busy machine
+
+    torch.futures.Future.set_exception = tell_and_pause
+    try:
+        first, *_ = with_other_steps(rank, world_size, {}, (4, 3))
+    finally:
+        torch.futures.Future.set_exception = tell
+    return first
+
+
+def test_a_call_right_after_a_round_that_broke_off_waits_for_nobody():
+    for kind, _ in run_ranks(ends_at_once, 2, timeout_s=60.0):
+        assert kind == "DisagreementError"
 
 
 def in_numpys_numbers(rank, world_size, kind):

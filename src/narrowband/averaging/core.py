@@ -153,8 +153,8 @@ class Averaging:
         observer = self.layers.observer
         clips = observer is not None and math.isfinite(observer.clip)
         others = borrow(self._inside_group, device) if clips and self._inside_group is not None else None
-        fail = weakref.WeakMethod(self._fail)
-        self._engine = Engine(device, lambda error: _call(fail(), error), self._error_level)
+        fail, tell = weakref.WeakMethod(self._fail), weakref.WeakMethod(self._tell_of_failure)
+        self._engine = Engine(device, lambda error: _call(fail(), error), lambda: _call(tell()), self._error_level)
         self._close = weakref.finalize(self, _close, self._engine, self._loan, *([] if others is None else [others]))
         self._parts = Parts(
             self.layers,
@@ -329,7 +329,7 @@ class Averaging:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
         result = buffer if out is None else out
         step = self._current
-        if step is None and (cause := self._stopped_by) is not None:
+        if step is None and (cause := self._engine.error) is not None:
             return self._refused(result, future, cause, last=last)
         if step is None:
             step = self._current = self._open_step = self._new_step()
@@ -416,13 +416,6 @@ class Averaging:
                 one.step.skipped += skipped
                 self._total.skipped += skipped
 
-    @property
-    def _stopped_by(self) -> BaseException | None:
-        """The error that stopped the exchange. The step has it first; the engine has it after the roll-back."""
-        if self._engine.error is None and self._open_step is not None:
-            return self._open_step.error
-        return self._engine.error
-
     def _refused(
         self, result: Tensor, future: torch.futures.Future[Tensor], cause: BaseException, *, last: bool
     ) -> torch.futures.Future[Tensor]:
@@ -460,6 +453,11 @@ class Averaging:
         """Abandon the open step: the engine broke."""
         if self._open_step is not None:
             self._open_step.abandon(error)
+
+    def _tell_of_failure(self) -> None:
+        """Resolve the futures of the open step, if :meth:`_fail` has abandoned it."""
+        if self._open_step is not None and self._open_step.abandoned:
+            self._open_step.resolve_abandoned()
 
     def _broke_off(self) -> bool:
         """Whether a step was left unfinished, because the pass that feeds its tensors ended by an error outside of this
@@ -533,9 +531,9 @@ def _raise_damaged() -> None:
     )
 
 
-def _call(method: Callable[[BaseException], None] | None, error: BaseException) -> None:
+def _call(method: Callable[..., None] | None, *given: object) -> None:
     if method is not None:
-        method(error)
+        method(*given)
 
 
 def _close(engine: Engine, *loans: Loan) -> None:

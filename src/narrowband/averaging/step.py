@@ -520,13 +520,17 @@ class Step:
         self._finished(stats, self._sent, errors, self.findings)
 
     def abandon(self, error: BaseException) -> None:
-        """Roll feedback back after the engine broke, and resolve all futures: with NaN or with the error."""
+        """Roll feedback back after the engine broke."""
         if not self.abandoned:
             for exchange in self._exchanges:
                 exchange.abandon()
             self.abandoned = True
             self.torn = self._good is True
         self._error = error
+
+    def resolve_abandoned(self) -> None:
+        """Resolve all futures of a step that was abandoned, with NaN or with its error."""
+        error = self._error
         for future, buffer in list(self.results):  # a copy: the caller's thread may append
             if future.done():
                 continue
@@ -535,11 +539,6 @@ class Step:
                 future.set_result(buffer)
             else:
                 future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that stopped the exchange in this step, if any."""
-        return self._error
 
     def raise_error(self) -> None:
         """Raise the error that stopped the exchange in this step, if any. Runs in the caller's thread."""

@@ -125,17 +125,26 @@ class Engine(SerialExecutor):
 
     Args:
         device: the device of the tensors.
-        failed: called on the thread with the error that stopped it, and again for everything posted after that.
+        failed: called on the thread with the error that stopped it, and again for everything posted after that. It
+            puts back what the error left half done.
+        told: called after each call of ``failed``, when :attr:`error` is set. It tells those who wait.
         level: the level at which that error is logged, with its traceback.
+
+    Attributes:
+        error: the error that stopped the engine, or None.
     """
 
     def __init__(
-        self, device: torch.device, failed: Callable[[BaseException], None], level: int = logging.ERROR
+        self,
+        device: torch.device,
+        failed: Callable[[BaseException], None],
+        told: Callable[[], None] = lambda: None,
+        level: int = logging.ERROR,
     ) -> None:
         super().__init__("narrowband-engine")
         self._level = level
         self._device = device
-        self._failed = failed
+        self._failed, self._told = failed, told
         self._order: deque[_Running] = deque()
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -211,7 +220,7 @@ class Engine(SerialExecutor):
 
     def _try(self, what: Callable[[], None]) -> None:
         if self.error is not None:
-            self._failed(self.error)  # the poster of this function may not know of the error yet
+            self._fail(self.error)  # the poster of this function may not know of the error yet
             return
         try:
             what()
@@ -223,8 +232,12 @@ class Engine(SerialExecutor):
                 exc_info=True,
             )
             self._order.clear()
-            self._failed(error)
-            self.error = error  # last: whoever reads it finds everything rolled back
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed(error)
+        self.error = error  # whoever reads it finds everything put back, and whoever is told can read it
+        self._told()
 
     def _advance(self, running: _Running) -> bool:
         """Resume a job up to its next transfer; return False when the job is finished."""
