@@ -353,10 +353,13 @@ def _encode_with_error(chunk: _Chunk, error: Tensor, decay: float) -> bool:
 
 
 def _decode(codec: Codec, payload: Tensor, out: Tensor) -> Tensor:
-    """Decode a mean as it is delivered. In float16 it is clamped: the mean plus an owner's error, or the codec's own
-    error, may exceed the range. The owner sends the rest later.
+    """Decode a mean, which was encoded in float32, as it is delivered. In float16 it is clamped: the mean plus an
+    owner's error, or the codec's own error, may exceed the range. The owner sends the rest later.
     """
-    return _clamp(codec.decode(payload, out))
+    if out.dtype == torch.float32:
+        return codec.decode(payload, out)
+    out.copy_(codec.decode(payload, torch.empty_like(out, dtype=torch.float32)))
+    return _clamp(out)
 
 
 def _clamp(x: Tensor) -> Tensor:
