@@ -1,4 +1,7 @@
-"""A gradient that is not finite on one rank: all ranks skip that step, and the residual stays as it was."""
+"""A gradient that is not finite on one rank: all ranks skip that step, and the residual stays as it was.
+
+No average is finite then, also of other layers: an optimizer of theirs alone would step with what the residual holds.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def break_one(rank, world_size, specs, parameter, cap, make=mlp, place=5):
             now[0] = step
             optimizer.zero_grad()
             scaler.scale(loss_of(model, step, rank)).backward()
-            finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
+            finite = {bool(each) for p in model.parameters() for each in p.grad.isfinite().unique()}
             scaler.step(optimizer)
             scaler.update()
             history.append((finite, flat(model), residuals(handle), scaler.get_scale()))
@@ -66,7 +69,7 @@ def check_skipped(answers, specs):
         for rank, of_rank in enumerate(answers):
             name = f"{spec} {' '.join(options)}, rank {rank}"
             before, bad, after = of_rank[index][1:4]
-            assert [finite for finite, *_ in of_rank[index]] == [True, True, False, True], name
+            assert [finite for finite, *_ in of_rank[index]] == [{True}, {True}, {False}, {True}], name
             assert torch.equal(bad[1], before[1]), f"{name}: did not skip"
             assert bad[3] == before[3] / 2, f"{name}: the scaler did not see it"
             assert same(bad[2], before[2]), f"{name}: the residual has changed"

@@ -486,9 +486,12 @@ class Step:
         if self._open_jobs:
             return
         self._delivered = True
+        delivered = [group.buffer if group.out is None else group.out for group in self._dense]
         if self.findings is not None:
-            delivered = [group.buffer if group.out is None else group.out for group in self._dense]
             kernels.poison_all_if(self.findings.of_all, delivered)  # the host raises for damage in a later step
+        elif not good and self._layers.stateful:  # also what is finite: feedback holds it still
+            for average in delivered:
+                fill_with_nan(average)
         self._look()
         self._account()
         for future, buffer in self.results:
