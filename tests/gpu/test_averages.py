@@ -23,7 +23,11 @@ SPECS = (
     "topk:density=0.05,values=int8+ef:store=int8",
     "randomk:density=0.1+ef",
     "dgc:density=0.01",
+    "dgc:density=0.01,store=int8",
 )
+
+#: What is encoded twice: its means, too.
+SCATTERED = ("qsgd:bits=4", "uniform:bits=5+ef:decay=0.9")
 
 #: Matrices of odd sizes, a convolution, and a bias, which travels uncompressed.
 SHAPES = ((300, 200), (1000, 77), (64, 3, 3, 3), (50,))
@@ -32,10 +36,10 @@ SHAPES = ((300, 200), (1000, 77), (64, 3, 3, 3), (50,))
 COMPILING_S = 300.0
 
 
-def averages(rank, world_size, spec, device):
+def averages(rank, world_size, spec, device, collective):
     """All averages of some steps, end to end and on the CPU: what was lost in one step is part of the next."""
     parameters = [(f"p{i}", nn.Parameter(torch.zeros(shape, device=device))) for i, shape in enumerate(SHAPES)]
-    averager = nb.Averager(parameters, spec, seed=7)
+    averager = nb.Averager(parameters, spec, seed=7, collective=collective)
     generator = torch.Generator().manual_seed(rank)  # the CPU's, for both devices
     found = []
     for _ in range(STEPS):
@@ -48,9 +52,14 @@ def averages(rank, world_size, spec, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", SPECS)
-def test_ranks_on_one_card_average_to_the_same_bits_as_ranks_on_the_cpu(spec):
-    on_card, on_cpu = (run_ranks(averages, RANKS, spec, device, timeout_s=COMPILING_S) for device in ("cuda:0", "cpu"))
+@pytest.mark.parametrize(
+    ("spec", "collective"),
+    [*((spec, "auto") for spec in SPECS), *((spec, "scatter_reduce") for spec in SCATTERED)],
+)
+def test_ranks_on_one_card_average_to_the_same_bits_as_ranks_on_the_cpu(spec, collective):
+    on_card, on_cpu = (
+        run_ranks(averages, RANKS, spec, device, collective, timeout_s=COMPILING_S) for device in ("cuda:0", "cpu")
+    )
     assert on_cpu[0].count_nonzero() > 0
     for mine, theirs in zip(on_card, on_cpu, strict=True):
         differ = mine.view(torch.int32) != theirs.view(torch.int32)
