@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import narrowband as nb
-from narrowband.updates.rendezvous import serve
+from narrowband.updates.stores import serve
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--spec", default="topk:density=0.01+ef", help="see: narrowband codecs")

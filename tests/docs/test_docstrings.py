@@ -93,7 +93,10 @@ class World:
 
     @property
     def model(self):
-        plain = any(re.search(r"(DistributedDataParallel|compress_updates)\(", e.source) for e in self.test.examples)
+        alone = r"(DistributedDataParallel|compress_updates|Averager)\("
+        plain = any(re.search(alone, e.source) for e in self.test.examples)
+            re.search(r"(DistributedDataParallel|compress_updates|Averager)\(", e.source) for e in self.test.examples
+        )
         return self.net if plain else self.ddp
 
     @property

@@ -91,5 +91,5 @@ def agree(
 
 
 def _shown(samples: Tensor) -> str:
-    ids = torch.as_tensor(samples).to("cpu", torch.int64).contiguous()
+    ids = torch.as_tensor(samples, dtype=torch.int64, device="cpu").contiguous()
     return f"{', '.join(map(str, ids[:4].tolist()))}, … ({len(ids)} ids, checksum {zlib.crc32(ids.numpy().tobytes())})"
