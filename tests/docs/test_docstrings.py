@@ -95,8 +95,6 @@ class World:
     def model(self):
         alone = r"(DistributedDataParallel|compress_updates|Averager)\("
         plain = any(re.search(alone, e.source) for e in self.test.examples)
-            re.search(r"(DistributedDataParallel|compress_updates|Averager)\(", e.source) for e in self.test.examples
-        )
         return self.net if plain else self.ddp
 
     @property
