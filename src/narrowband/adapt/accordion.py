@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from narrowband.adapt.policy import Policy, plan_of
-from narrowband.codecs.base import squared_norm
+from narrowband.codecs.base import squared_norms
 from narrowband.feedback import Compression, compression
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Accordion(Policy):
 
     def decide(self, gradients: Mapping[str, Tensor], *, step: int, traffic: Traffic) -> Plan:
         chosen = []
-        for name, x in gradients.items():
-            norm = math.sqrt(squared_norm(x))
+        for name, square in zip(gradients, squared_norms(gradients.values()), strict=True):
+            norm = math.sqrt(square)
             before = self._norms.get(name)
             self._norms[name] = norm
             changed = before is None or not abs(before - norm) < self.eta * before  # NaN counts as a change

@@ -61,8 +61,9 @@ class GradientGroup:
         if self._alone is not None and (self._sparse or has_sparse_gradient(self._alone)):
             return _gradient(self._alone, sparse=True), absent
         flat = empty_like([local(p) for p in self.parameters])
-        for name, p, part in zip(self.names, self.parameters, parts_of(flat, self._forms), strict=True):
-            part.copy_(real(local(_gradient(p))))
+        parts = list(parts_of(flat, self._forms))
+        torch._foreach_copy_(parts, [real(local(_gradient(p))) for p in self.parameters])  # on a GPU by few launches
+        for name, p, part in zip(self.names, self.parameters, parts, strict=True):
             if waiting is not None and (waiting.is_spoilt(p) or (not p.requires_grad and waiting.is_used_up(p))):
                 part.zero_()
                 absent.add(name)
@@ -77,9 +78,13 @@ class GradientGroup:
             if self._alone is not None and not _lacks_for_good(self._alone):
                 self._alone.grad = averages
             return
-        for p, part in zip(self.parameters, parts_of(averages, self._forms), strict=True):
-            if not _lacks_for_good(p) and p not in self.left_out:
-                real(local(_gradient(p))).copy_(part)
+        pairs = [
+            (real(local(_gradient(p))), part)
+            for p, part in zip(self.parameters, parts_of(averages, self._forms), strict=True)
+            if not _lacks_for_good(p) and p not in self.left_out
+        ]
+        if pairs:
+            torch._foreach_copy_([gradient for gradient, _ in pairs], [average for _, average in pairs])
 
 
 def has_sparse_gradient(p: Tensor) -> bool:

@@ -26,7 +26,7 @@ from narrowband import kernels
 from narrowband.averaging.parameters import Parameter, Vector
 from narrowband.averaging.stats import StepStats
 from narrowband.codecs import Codec
-from narrowband.codecs.base import squared_norm
+from narrowband.codecs.base import squared_norms
 from narrowband.collectives import Exchange, Operand, Transfer, all_gather_nbytes, all_reduce_nbytes, shares_of
 from narrowband.errors import UnsupportedError
 from narrowband.kernels import Findings
@@ -568,5 +568,5 @@ def _squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if device.type in AHEAD and tensors:  # in few launches, and nobody waits for it
         squares = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square_()
     else:
-        squares = torch.tensor([squared_norm(x) for x in tensors], dtype=torch.float64, device=device)
+        squares = torch.tensor(squared_norms(tensors), dtype=torch.float64, device=device)
     return squares.sort().values.sum()

@@ -16,9 +16,10 @@ input dtype. Inf and NaN stay visible: they decode to values that are not finite
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -71,9 +72,18 @@ def is_plain(x: Tensor) -> bool:
 
 def squared_norm(x: Tensor) -> float:
     """Return ``‖x‖²``, summed in float64, piece by piece: a norm in another dtype would copy its whole input."""
-    flat, piece = x.reshape(-1), 1 << 20
-    norms = (torch.linalg.vector_norm(flat[i : i + piece], dtype=torch.float64) for i in range(0, len(flat), piece))
-    return sum((float(norm) ** 2 for norm in norms), start=0.0)
+    return squared_norms([x])[0]
+
+
+def squared_norms(xs: Iterable[Tensor]) -> list[float]:
+    """Return :func:`squared_norm` of each tensor; the host waits once for the device of all of them."""
+    norms: list[Tensor] = []
+    ends: list[int] = []
+    for x in xs:
+        norms += [torch.linalg.vector_norm(part, dtype=torch.float64) for part in torch.split(x.reshape(-1), 1 << 20)]
+        ends.append(len(norms))
+    squares = [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
+    return [sum(squares[begin:end], start=0.0) for begin, end in itertools.pairwise([0, *ends])]
 
 
 class Codec(ABC):

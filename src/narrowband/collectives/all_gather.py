@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from narrowband.collectives.engine import QueueName, Transfer
-from narrowband.collectives.exchange import TRAILER, Exchange, Sent, alike, give_means, take_means
+from narrowband.collectives.exchange import TRAILER, Exchange, Sent, alike, give_means, runs_behind, take_means
 from narrowband.collectives.primitives import all_gather, all_gather_in_pairs, concatenated, spans_of
 from narrowband.collectives.traffic import all_gather_nbytes
 from narrowband.kernels import Findings
@@ -119,7 +119,7 @@ class AllGather(Exchange):
     def _write(self, good: bool) -> None:
         size = self.peers.size
         left = [*range(len(self.operands))]
-        if self.findings is not None or self._runs_behind(self._received):
+        if self.findings is not None or runs_behind(self._received):
             for own in alike(self.operands):
                 codec, some = self.operands[own[0]].codec, [self.operands[at] for at in own]
                 outs = take_means(some) if codec.decodes_several and self._fixed else None

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from narrowband.collectives.peers import Peers
     from narrowband.feedback import Feedback, State
 
-__all__ = ["TRAILER", "Exchange", "Sent", "alike", "give_means", "take_means"]
+__all__ = ["TRAILER", "Exchange", "Sent", "alike", "give_means", "runs_behind", "take_means"]
 
 #: Types of devices that run asynchronously to the host, which waits for their answers.
 ASYNCHRONOUS = {"cuda"}
@@ -55,6 +55,11 @@ class Sent(NamedTuple):
     codec: Codec
     shape: Shape
     place: int
+
+
+def runs_behind(x: Tensor) -> bool:
+    """Return whether a tensor's device runs asynchronously to the host."""
+    return x.device.type in ASYNCHRONOUS
 
 
 def alike(operands: Sequence[Operand], without: Collection[str] = ()) -> list[list[int]]:
@@ -228,18 +233,13 @@ class Exchange(ABC):
         self.encode_seconds += time.perf_counter() - begin
         return self._locally_finite
 
-    @staticmethod
-    def _runs_behind(x: Tensor) -> bool:
-        """Return whether a tensor's device runs asynchronously to the host."""
-        return x.device.type in ASYNCHRONOUS
-
     def _asks_once(self, operands: Sequence[Operand]) -> bool:
         """Return whether the host learns once, after all of these operands, whether they are finite. Otherwise it waits
         for the device at each.
         """
         if self.findings is not None or self.measure or not self.asks_late or not operands:
             return False
-        if not self._runs_behind(operands[0].x):
+        if not runs_behind(operands[0].x):
             return False
         return all(operand.feedback.answers_late for operand in operands if operand.feedback is not None)
 

@@ -25,7 +25,7 @@ from narrowband import kernels
 from narrowband.codecs.base import numel_of
 from narrowband.collectives.chunked import Chunked
 from narrowband.collectives.engine import QueueName, Transfer
-from narrowband.collectives.exchange import TRAILER, Exchange, Sent, alike, give_means, take_means
+from narrowband.collectives.exchange import TRAILER, Exchange, Sent, alike, give_means, runs_behind, take_means
 from narrowband.collectives.primitives import all_gather, all_to_all, spans_of
 from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes
 from narrowband.kernels import Findings
@@ -313,7 +313,7 @@ class ScatterReduce(Exchange):
                 codec.decode_mean(rows[:, span], mean, seeds=[0] * size)
 
     def _ahead(self, x: Tensor) -> bool:
-        return self.findings is not None or self._runs_behind(x)
+        return self.findings is not None or runs_behind(x)
 
 
 class _Chunk(NamedTuple):

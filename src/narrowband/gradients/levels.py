@@ -357,11 +357,13 @@ class TwoLevelCompression(DDPCompression):
             assert bucket.own is not None
             if bucket.averaged is not None:  # otherwise this rank has no part of the bucket
                 bucket.averaged.wait()
+            places: list[Tensor] = []
+            averages: list[Tensor] = []
             for row, piece in zip(self._node.gathered(bucket.own), bucket.pieces, strict=True):
-                at = 0
-                for span in piece:
-                    bucket.buffer[span] = row[at : at + span.stop - span.start]
-                    at += span.stop - span.start
+                lengths = [span.stop - span.start for span in piece]
+                places += [bucket.buffer[span] for span in piece]
+                averages += torch.split(row[: sum(lengths)], lengths)
+            torch._foreach_copy_(places, averages)  # on a GPU by few launches
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 

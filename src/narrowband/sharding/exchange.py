@@ -27,11 +27,11 @@ import torch.distributed as dist
 
 from narrowband import kernels
 from narrowband.averaging.core import is_in_backward
-from narrowband.codecs.base import squared_norm
+from narrowband.codecs.base import squared_norms
 from narrowband.collectives import Peers, all_gather_nbytes, collective
 from narrowband.collectives.primitives import all_gather, all_gather_in_pairs, all_to_all, reduce_scatter_single
 from narrowband.errors import UnsupportedError
-from narrowband.sharding.layout import Message
+from narrowband.sharding.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -188,12 +188,12 @@ class ParameterExchange(_Exchange):
             return WHOLE
         if self._seen == self.mark:
             return NOTHING
-        far = norm = 0.0
-        for shard, own in self.layout.own():
-            if shard.compressed:
-                there = self.reference[rank, shard.at : shard.at + own.numel()].float()
-                here = own.to(there.device, self.reference.dtype).float()
-                far, norm = far + squared_norm(there - here), norm + squared_norm(here)
+        reference = self.reference[rank]
+        pairs = [
+            (reference[shard.at : shard.at + own.numel()], own) for shard, own in self.layout.own() if shard.compressed
+        ]
+        far = sum(squared_norms(there.float() - _as(own, there) for there, own in pairs))
+        norm = sum(squared_norms(_as(own, there) for there, own in pairs))
         return DIFFERENCES if far <= _FAR**2 * norm else WHOLE  # WHOLE where one of them is NaN, too
 
     def forget(self) -> None:
@@ -312,3 +312,8 @@ def _weight(op: Any, size: int) -> float:
         "set_force_sum_reduction_for_comms(True) on the model's FSDP modules too, so that FSDP2 applies the factor "
         "itself"
     )
+
+
+def _as(own: Tensor, reference: Tensor) -> Tensor:
+    """Return a shard's numbers as a reference holds them, in float32."""
+    return own.to(reference.device, reference.dtype).float()

@@ -1,4 +1,4 @@
-"""The layout of the flat tensors that FSDP2 sends, and the messages that are made of them.
+"""The layout of the flat tensors that FSDP2 sends.
 
 FSDP2 sends the parameters of one module together. A rank's flat tensor holds its shards of these parameters, each
 padded to the same size on all ranks, one after the other in the module's order. A :class:`Layout` says which elements
@@ -17,7 +17,6 @@ import torch
 from narrowband.averaging.flat import local
 from narrowband.averaging.parameters import COMPRESSIBLE
 from narrowband.averaging.who import is_unit
-from narrowband.codecs import Codec, aligned
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["Layout", "Message", "Shard", "layouts_of"]
+__all__ = ["Layout", "Shard", "layouts_of"]
 
 
 class Shard(NamedTuple):
@@ -167,64 +166,3 @@ def _ranks_and_numel(p: nn.Parameter) -> tuple[int, int]:
     ranks = mesh.size(dim)
     along = placements[dim].dim
     return ranks, -(-p.shape[along] // ranks) * (p.numel() // max(p.shape[along], 1))
-
-
-class Message:
-    """The message that carries a rank's part of a flat tensor: payloads of matrices, and everything else uncompressed.
-
-    Args:
-        layout: layout of the part.
-        codec: codec of the shards that are compressed.
-        dtype: dtype of the flat tensor.
-    """
-
-    def __init__(self, layout: Layout, codec: Codec, dtype: torch.dtype) -> None:
-        self._codec, self._dtype = codec, dtype
-        self._pieces: list[tuple[slice, bool, slice]] = []  # elements, whether compressed, bytes
-        at = 0
-        for span, compressed in layout.spans():
-            count = span.stop - span.start
-            nbytes = codec.payload_nbytes(count, torch.float32) if compressed else count * dtype.itemsize
-            self._pieces.append((span, compressed, slice(at, at + nbytes)))
-            at = aligned(at + nbytes)
-        self.nbytes = at
-
-    def write(self, part: Tensor, out: Tensor, *, minus: Tensor | None = None, seed: int = 0) -> None:
-        """Encode ``part`` into ``out``.
-
-        Args:
-            part: flat tensor of the layout.
-            out: flat uint8, :attr:`nbytes` long.
-            minus: subtracted from the elements that are compressed, before they are encoded.
-            seed: seed of stochastic rounding.
-        """
-        for at, (span, compressed, place) in enumerate(self._pieces):
-            if compressed:
-                x = part[span] if minus is None else part[span].float() - minus[span].float()
-                self._codec.encode(x.float(), seed=seed + at, out=out[place])
-            else:
-                out[place] = part[span].view(torch.uint8)
-
-    def add_to(self, total: Tensor, message: Tensor, weight: float) -> None:
-        """``total ← total + weight · decoded message``; ``total`` is flat float32."""
-        for span, compressed, place in self._pieces:
-            if compressed:
-                self._codec.decode(message[place], total[span], weight=weight, accumulate=True)
-            else:
-                total[span].add_(message[place].view(self._dtype), alpha=weight)
-
-    def update(self, reference: Tensor, message: Tensor) -> None:
-        """Update a receiver's reference of a rank's part, flat: add decoded differences, overwrite everything else."""
-        for span, compressed, place in self._pieces:
-            if compressed:
-                self._codec.decode(message[place], reference[span], accumulate=True)
-            else:
-                reference[span] = message[place].view(self._dtype)
-
-    def read(self, part: Tensor, message: Tensor) -> None:
-        """Decode a message into ``part``, which is flat and of the flat tensor's dtype."""
-        for span, compressed, place in self._pieces:
-            if compressed:
-                self._codec.decode(message[place], part[span])
-            else:
-                part[span] = message[place].view(self._dtype)
