@@ -25,15 +25,17 @@ def dying(rank, world_size, address, spec, when):
     after that.
     """
     model, optimizer, handle = join(address, rank, spec, begin_with=world_size)
-    if rank == 2:
-        feed = handle.feed
+    side, feed = nb.Rendezvous(address).connect(), handle.feed
 
-        def fed(*given, **options):
-            if handle.rounds == 3 and when == "in the exchange":
+    def fed(*given, **options):
+        if handle.rounds == 3 and when == "in the exchange":
+            if rank == 2:
+                side.wait(["0 exchanges", "1 exchanges"])  # a round that has ended before they begin is no exchange
                 die(handle)
-            return feed(*given, **options)
+            side.set(f"{rank} exchanges", "1")
+        return feed(*given, **options)
 
-        handle.feed = fed
+    handle.feed = fed
     seen = []
     with heard(shown) as messages:
         for step in range(12):
