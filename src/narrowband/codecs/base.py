@@ -76,14 +76,21 @@ def squared_norm(x: Tensor) -> float:
 
 
 def squared_norms(xs: Iterable[Tensor]) -> list[float]:
-    """Return :func:`squared_norm` of each tensor; the host waits once for the device of all of them."""
-    norms: list[Tensor] = []
-    ends: list[int] = []
+    """Return :func:`squared_norm` of each tensor; all are on one device, for which the host waits once."""
+    norms: list[float] = []
+    asked: list[Tensor] = []
+    ends = [0]
     for x in xs:
-        norms += [torch.linalg.vector_norm(part, dtype=torch.float64) for part in torch.split(x.reshape(-1), 1 << 20)]
-        ends.append(len(norms))
-    squares = [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
-    return [sum(squares[begin:end], start=0.0) for begin, end in itertools.pairwise([0, *ends])]
+        for part in torch.split(x.reshape(-1), 1 << 20):
+            norm = torch.linalg.vector_norm(part, dtype=torch.float64)
+            if norm.is_cpu:  # small tensors that live between large temporary ones would fragment memory
+                norms.append(float(norm))
+            else:
+                asked.append(norm)
+        ends.append(len(norms) + len(asked))
+    norms += torch.stack(asked).tolist() if asked else []
+    squares = [norm**2 for norm in norms]
+    return [sum(squares[begin:end], start=0.0) for begin, end in itertools.pairwise(ends)]
 
 
 class Codec(ABC):
