@@ -55,7 +55,7 @@ def test_log_sum_exp_of_attention_stays_exact():
 
 
 class Holds(nn.Module):
-    """Calls a function of itself: it has its input x, a linear layer's result h, parameters and buffers."""
+    """Calls a function of itself: it has its input x, a linear layer's result h, parameters, buffers, a constant."""
 
     def __init__(self, function):
         super().__init__()
@@ -63,6 +63,7 @@ class Holds(nn.Module):
         self.weight = nn.Parameter(torch.randn(32, 32))
         self.frozen = nn.Parameter(torch.randn(32, 32), requires_grad=False)
         self.register_buffer("buffer", torch.randn(32, 32))
+        self.constant = torch.randn(32, 32)
         self.register_buffer("places", torch.randint(32, (32, 32)))
         self.register_buffer("sparse", (torch.randn(32, 32) * (torch.rand(32, 32) < 0.1)).to_sparse())
 
@@ -75,6 +76,7 @@ class Holds(nn.Module):
 EXACT = {
     "inputs": (lambda m: m.h * m.x + m.x.t().sinh().t(), {("MulBackward0", "_saved_self")}),
     "buffers": (lambda m: m.h * m.buffer + m.h * m.buffer.t(), set()),
+    "constants in attributes": (lambda m: m.h * m.constant + m.h * m.constant.t(), set()),
     "parameters": (lambda m: m.weight.sinh() + m.h, set()),
     "parameters, to a product": (lambda m: m.h @ m.weight.t(), {("MmBackward0", "_saved_self")}),
     "frozen parameters": (lambda m: m.h @ m.frozen, set()),
@@ -99,6 +101,25 @@ def test_it_stays_exact(name):
     differ, rest = inexact(model, torch.randn(32, 32, requires_grad=True))
     assert differ == but
     assert rest
+
+
+def test_a_constant_in_an_attribute_is_not_counted():
+    model = Holds(lambda m: m.h * m.constant)
+    with compress(model, min_numel=1) as saved:
+        model(torch.randn(32, 32))
+    assert saved.raw_bytes == 0
+
+
+def test_what_an_attribute_held_before_the_pass_is_kept_like_any_other_tensor_once_it_was_replaced():
+    """A recurrent state: of the last pass when this one begins, and held for backward only."""
+    model = Holds(lambda m: m.state * m.h)
+    model.state = torch.randn(32, 32)
+    context = compress(model, min_numel=1)
+    model.state = torch.randn(32, 32)
+    with context as saved:
+        model(torch.randn(32, 32))
+    assert saved.raw_bytes == 32 * 32 * 4
+    assert saved.kept_bytes < saved.raw_bytes / 3
 
 
 def test_small_tensors_stay_exact():
@@ -298,6 +319,20 @@ def test_what_is_kept_as_it_is_after_codes_were_made_of_it_takes_their_place():
     for _ in range(2):  # what was kept is as it was, though gelu is computed in place
         ours = torch.autograd.grad(result.sum(), model.head.weight, retain_graph=True)[0]
         assert (ours - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("change", [F.relu_, lambda h: (F.relu(h), h.add_(1))[0]])
+def test_an_input_of_relu_may_change_though_something_keeps_it_as_it_is(change):
+    def function(h):
+        model.statistic = h.abs().mean()  # keeps h as it is, and takes no part in the loss
+        return F.gelu(change(h))
+
+    model, x = Classifier(function), torch.randn(256, 32)
+    exact = torch.autograd.grad(model(x)["result"].sum(), model.head.weight)[0]
+    with compress(model, min_numel=1):
+        result = model(x)["result"]
+    ours = torch.autograd.grad(result.sum(), model.head.weight)[0]
+    assert (ours - exact).norm() < 0.02 * exact.norm()
 
 
 def test_lazy_modules_are_initialised_inside():

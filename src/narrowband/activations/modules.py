@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from narrowband.activations.dynamo import compiled_modules, modules_of, obstacle
 from narrowband.activations.packed import Place
@@ -52,6 +52,13 @@ class Modules:
         self._heads: dict[str, int | None] = {}
         self._bits: dict[Place, Bits] = {}
         self.casts: set[Any] = set()
+        #: Tensors that are attributes of modules without being registered, such as tables of positions.
+        self._constants = [
+            weakref.ref(value)
+            for module in modules_of(model)
+            for value in vars(module).values()
+            if isinstance(value, Tensor) and not value.requires_grad
+        ]
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self.default_groups = max(set(own), key=own.count) if own else _GROUPS
 
@@ -100,10 +107,12 @@ class Modules:
         return found
 
     def tensors(self) -> Iterator[Any]:
-        """Yield the model's current parameters and buffers, and None for those that a module registered as None."""
+        """Yield the model's current parameters, buffers and constants, and None for those that do not exist."""
         for module in modules_of(self._model):
             yield from module._parameters.values()
             yield from module._buffers.values()
+        for constant in self._constants:
+            yield constant()
 
     def heads(self, name: str) -> int | None:
         """Return the number of attention heads of the named module, or of the nearest module around it that has any."""

@@ -321,7 +321,7 @@ def _relu(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         bend = _Bend(torch.relu, torch.relu_)
     if x is None or not keeper.replaces(x):
         return None
-    origin = keeper.origin(x)  # before an in-place call changes it
+    origin = keeper.origin(x, may_change=True)  # before an in-place call changes it
     y = _apply(_Bent, x, keeper, bend, inplace)
     derive_elementwise(keeper, x, y, origin, bend.inplace)
     return y

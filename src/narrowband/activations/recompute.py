@@ -134,8 +134,11 @@ class Recipe:
 class Recipes(Protocol):
     """The interface by which an operator finds its packed input, and notes how to recompute its result."""
 
-    def origin(self, x: Any) -> Origin | None:
-        """Return where to find the codes of an input; None where there are none."""
+    def origin(self, x: Any, *, may_change: bool = False) -> Origin | None:
+        """Return where to find the codes of an input; None where there are none.
+
+        ``may_change``: PyTorch's operator does not save the input, so that it may be overwritten before backward.
+        """
 
     def derive(self, y: Tensor, recipe: Recipe) -> None:
         """Note how to recompute an operator's result."""

@@ -1,8 +1,8 @@
 """The recorder of one forward pass, which decides for each tensor saved for backward whether and how it is packed.
 
 Autograd hands every tensor that an operator saves to :meth:`Recorder.pack`. These are kept unchanged: parameters,
-buffers and the model's inputs, which live anyway; integers; small tensors; and tensors saved outside of the model, for
-example by a loss. A tensor that several operators save is packed once.
+buffers, constants in attributes of modules and the model's inputs, which live anyway; integers; small tensors; and
+tensors saved outside of the model, for example by a loss. A tensor that several operators save is packed once.
 """
 
 from __future__ import annotations
@@ -241,10 +241,11 @@ class Recorder:
 
     # ---- results that are computed again -----------------------------------------------------------------------------
 
-    def origin(self, x: Any) -> Origin | None:
+    def origin(self, x: Any, *, may_change: bool = False) -> Origin | None:
         """Return where to find the codes of an operator's input, from which its result can be recomputed.
 
-        Returns None where there are no codes, or the policy has ``derive=False``.
+        Returns None where there are no codes, or the policy has ``derive=False``. An input that is kept as it is takes
+        the place of codes, but not if it ``may_change`` before backward.
         """
         if (
             not self.policy.derive
@@ -259,7 +260,7 @@ class Recorder:
         values = values_of(x, arrangement)
         exact = None if storage.exact is None else storage.exact()
         if exact is not None and arrangement.without_gaps and exact.holds(x):
-            return original(weakref.ref(exact))
+            return None if may_change else original(weakref.ref(exact))
         payload = storage.payload(values)
         if payload is not None:
             return weakref.ref(payload)
