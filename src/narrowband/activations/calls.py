@@ -72,7 +72,7 @@ def _table() -> dict[Any, Operator]:
         ],
         Operator("attention", "heads"): [F.scaled_dot_product_attention],
         Operator("softmax", "heads"): [F.softmax, torch.softmax, tensor.softmax],
-        Operator("layer_norm", "last"): [F.layer_norm, torch.layer_norm, getattr(F, "rms_norm", None)],
+        Operator("layer_norm", "last"): [F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm],
         Operator("layer_norm", "second"): [F.group_norm, torch.group_norm],
         Operator("gelu", "either"): [F.gelu, F.silu],
         Operator("relu", "either"): [

@@ -69,6 +69,10 @@ class Arrangement:
         """The tensor's shape: the sizes in the order of its dimensions."""
         return tuple(size for _, size in sorted(zip(self.order, self.sizes, strict=True)))
 
+    def matches(self, other: Arrangement) -> bool:
+        """Whether elements at the same place in both tensors come at the same time in memory order, apart from gaps."""
+        return self is other or (self.order, self.sizes) == (other.order, other.sizes)
+
     @functools.cached_property
     def neighbours(self) -> int:
         """How many neighbouring elements should share a range, from 32 to 256: a row, or the largest even part of it.

@@ -360,13 +360,17 @@ def _pair(value: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _layer_norm(keeper: Keeper, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """Call PyTorch's layer normalization so that the normalized form of its input is kept instead of the input."""
-    if func not in (F.layer_norm, torch.layer_norm):
+    """Call PyTorch's layer or RMS norm so that the normalized form of its input is kept instead of the input."""
+    if func in (F.layer_norm, torch.layer_norm):
+        x, *options = bound(args, kwargs, input=None, normalized_shape=(), weight=None, bias=None, eps=1e-5)
+    elif func in (F.rms_norm, torch.rms_norm):
+        x, shape, weight, eps = bound(args, kwargs, input=None, normalized_shape=(), weight=None, eps=None)
+        options = [shape, weight, None, eps]
+    else:
         return None
-    x, *options = bound(args, kwargs, input=None, normalized_shape=(), weight=None, bias=None, eps=1e-5)
     if not keeper.replaces(x) or not keeper.policy.derive:
         return None
-    keeper.normalization = Normalization(x, *options)
+    keeper.normalization = Normalization(x, *options, centred="rms" not in func.__name__)
     try:
         y: Tensor = func(*args, **kwargs)
         normalization = keeper.normalization

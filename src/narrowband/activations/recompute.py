@@ -1,9 +1,14 @@
 """Results that backward recomputes cheaply from an input that is kept anyway.
 
 GELU saves its input, and the linear layer behind it saves GELU's result; likewise normalization and the layer behind
-it. Of such a pair the input is enough: backward decodes its codes, and computes the result from it. After each call of
-such an operator, the pass notes how the result can be recomputed (:class:`Recipe`). When a result is to be saved, its
-recipe becomes a :class:`Derivation`, which replaces codes.
+it. Of such a pair the input is enough: backward decodes its codes, and computes the result from it. A product saves
+both factors, and the layer behind a gate saves the product. After each call of such an operator, the pass notes how the
+result can be recomputed (:class:`Recipe`). When a result is to be saved, its recipe becomes a :class:`Derivation`,
+which replaces codes.
+
+The error of a product a · b of rounded factors is |b| times the error of a plus |a| times that of b. Codes of the
+product itself would err by a share of its range. That is wider than the product of the factors' usual sizes, since few
+elements are large in both, so the codes would not be better.
 
 A recipe has a weak reference to the packed input: the operator's node holds the input, and a recipe does not prolong
 its life. A recipe copies the operator's parameters and statistics, since they may change before backward.
@@ -90,7 +95,7 @@ class Derivation:
     def count(self) -> int:
         """Return the bytes held by this derivation and by the derivations among its sources; each counts only once."""
         nbytes, self._nbytes = self._nbytes, 0
-        return nbytes + (self._source.count() if isinstance(self._source, Derivation) else 0)
+        return nbytes + (self._source.count() if isinstance(self._source, (Derivation, _Both)) else 0)
 
     def decode(self, sizes: Sizes = None, dtype: torch.dtype | None = None) -> Tensor:
         """Compute the result, in memory order."""
@@ -99,6 +104,28 @@ class Derivation:
 
 #: Returns the source of a tensor's values as long as something keeps it, and None afterwards.
 Origin = Callable[[], "Source | None"]
+
+
+class _Both:
+    """The sources of both factors of a product.
+
+    Attributes:
+        bits: the bits of the coarser one.
+    """
+
+    def __init__(self, first: Source, second: Source) -> None:
+        self.first, self.second = first, second
+        self.bits = min(first.bits, second.bits)
+
+    def count(self) -> int:
+        """Return the bytes held by derivations among them; see :meth:`Derivation.count`."""
+        return sum(source.count() for source in (self.first, self.second) if isinstance(source, Derivation))
+
+    def decode(self, sizes: Sizes = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Compute the product, in memory order."""
+        product = self.first.decode(sizes)
+        with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+            return _formed(product.mul_(self.second.decode(sizes)), None, dtype)
 
 
 class Recipe:
@@ -212,7 +239,7 @@ def derive_elementwise(
 
     The function may write to its input.
     """
-    if origin is not None and Arrangement.of(x) == Arrangement.of(y):
+    if origin is not None and Arrangement.of(x).matches(Arrangement.of(y)):
         recipes.derive(y, Recipe(_elementwise(function), origin))
 
 
@@ -245,24 +272,32 @@ def _derive_whole(
 
 
 class Normalization:
-    """A call of layer normalization, x → (x − mean) · rstd · weight + bias.
+    """A call of layer normalization, x → (x − mean) · rstd · weight + bias, or of RMS normalization, without mean and
+    bias.
 
     All rows share a range, so in a row of small numbers the error of codes is large relative to the row, and
     normalization scales it up with the row. So the input is kept in its normalized form n = (x − mean) · rstd. Both the
-    input and the result are computed from n, with the statistics that the operator's node keeps anyway.
+    input and the result are computed from n, with the statistics that the operator's node keeps anyway. Where PyTorch
+    composes RMS normalization of simpler operators, these save n, too, and the input in float32.
 
     Args:
         x: the input.
         shape: the sizes of the dimensions that are normalized.
         weight: the weight, or None.
         bias: the bias, or None.
-        eps: the number added to the variance.
+        eps: the number added to the variance, or to the mean square; None: PyTorch's default.
+        centred: whether the mean is subtracted.
     """
 
-    def __init__(self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    def __init__(
+        self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float | None, *,
+        centred: bool = True,
+    ) -> None:  # fmt: skip
         self._input = x.data_ptr(), x.shape, x.dtype  # not x itself: recipes refer to self and would keep it alive
         self._shape, self._weight, self._bias, self._eps = tuple(shape), weight, bias, eps
-        self._statistics: tuple[Tensor, Tensor] | None = None
+        self._centred = centred
+        #: Mean, where there is one, and rstd.
+        self._statistics: tuple[Tensor | None, Tensor] | None = None
         #: The origin of n, if n was kept in this call.
         self.origin: Origin | None = None
         #: Makes the codes of n from the input once the operator has computed its statistics; None if not needed.
@@ -270,18 +305,35 @@ class Normalization:
 
     def takes(self, x: Tensor) -> bool:
         """Whether a saved tensor is the input, and not a parameter or statistic."""
-        return self._input == (x.data_ptr(), x.shape, x.dtype)
+        where, shape, dtype = self._input
+        if x.shape != shape:
+            return False
+        return (x.data_ptr(), x.dtype) == (where, dtype) or (
+            not self._centred and x.dtype is not dtype and _made_by(x, "ToCopyBackward0")
+        )
+
+    def made(self, x: Tensor) -> bool:
+        """Whether a saved tensor is n, of which codes have been made."""
+        composed = not self._centred and self.origin is not None
+        return composed and x.shape == self._input[1] and x.dtype is torch.float32 and _made_by(x, "MulBackward0")
 
     def normalized(self, x: Tensor) -> Tensor | None:
         """Return n, contiguous; None where the input cannot be computed from n.
 
         On a GPU this is not checked, since it would wait for the device: such an input is then restored as NaN.
         """
-        n, mean, rstd = torch.native_layer_norm(x, self._shape, None, None, self._eps)
+        mean: Tensor | None
+        if self._centred:
+            assert self._eps is not None
+            n, mean, rstd = torch.native_layer_norm(x, self._shape, None, None, self._eps)
+            whole = torch.isfinite(mean) & torch.isfinite(1 / rstd)
+        else:
+            (n, rstd), mean = torch._fused_rms_norm(x.contiguous(), self._shape, None, self._eps), None
+            whole = torch.isfinite(1 / rstd)
         self._statistics = mean, rstd
         if ahead(x.device):
             return n
-        return n if bool((torch.isfinite(mean) & torch.isfinite(1 / rstd)).all()) else None
+        return n if bool(whole.all()) else None
 
     def input(self, x: Tensor) -> Function:
         """Return the function that computes the input from n."""
@@ -301,18 +353,19 @@ class Normalization:
         """Note how to compute the result from n, with copies of the parameters. Return False where it cannot be."""
         if self.origin is None:
             return False
-        node: Any = y.grad_fn
-        if node is not None and node.name() == "NativeLayerNormBackward0":  # share its statistics instead of copies
-            self._statistics = node._saved_result1, node._saved_result2
+        self._statistics = self._shared(y.grad_fn) or self._statistics
         if self.owed is not None:
             if self._statistics is None:
                 with torch.no_grad():
                     self.normalized(x)
             assert self._statistics is not None
-            mean, deviation = map(_float32, self._statistics)
+            mean, rstd = self._statistics
+            deviation = _float32(rstd)
+            mean = torch.zeros_like(deviation) if mean is None else _float32(mean)
             self.owed(Standard(mean, deviation, math.prod(self._shape)))
             self.owed = None
-        if not y.is_contiguous() or y.dtype != self._input[-1]:
+        own = y.dtype
+        if not y.is_contiguous() or own != self._input[-1]:
             return False
         weight, bias = _copy(self._weight), _copy(self._bias)
         self._weight = self._bias = None
@@ -320,10 +373,33 @@ class Normalization:
         recipes.derive(
             y,
             Recipe(
-                lambda source, sizes, dtype: _affine(source, sizes, dtype, affine), self.origin, _nbytes(weight, bias)
+                lambda source, sizes, dtype: _affine(source, sizes, dtype or own, affine),
+                self.origin,
+                _nbytes(weight, bias),
             ),
         )
         return True
+
+    def _shared(self, node: Any) -> tuple[Tensor | None, Tensor] | None:
+        """Return the statistics that the operator's node keeps, instead of copies of them."""
+        name = "" if node is None else node.name()
+        if name == "NativeLayerNormBackward0":
+            return node._saved_result1, node._saved_result2
+        if name == "FusedRmsNormBackward0":
+            return None, node._saved_result1
+        if self._centred or self._statistics is None:
+            return None
+        for _ in range(3):  # a cast, the product with the weight, that with rstd
+            if name == "MulBackward0" and node._saved_other.shape == self._statistics[1].shape:
+                return None, node._saved_other
+            node = node.next_functions[0][0] if name in ("MulBackward0", "ToCopyBackward0") else None
+            name = "" if node is None else node.name()
+        return None
+
+
+def _made_by(x: Tensor, name: str) -> bool:
+    """Whether an autograd node of this name made a tensor."""
+    return x.grad_fn is not None and x.grad_fn.name() == name
 
 
 def _affine(n: Source, sizes: Sizes, dtype: torch.dtype | None, affine: Affine) -> Tensor:
@@ -357,6 +433,46 @@ def _rms_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     if origin is not None:
         weight = _copy(weight)
         _derive_whole(recipes, x, y, origin, lambda x: F.rms_norm(x, shape, weight, eps), weight, by_row=True)
+
+
+def _product(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
+    """Note the product of two tensors of one form, or of a tensor and one factor per feature, such as a norm's weight.
+
+    A product with one factor per row is left out: it may scale up small rows, and their errors with them.
+    """
+    a, b = bound(args, kwargs, input=None, other=None)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not y.dtype == a.dtype == b.dtype or "out" in kwargs:
+        return
+    if a.shape != y.shape:
+        a, b = b, a
+    if b.shape == y.shape:
+        # PyTorch saves a factor if the other one has a gradient.
+        first, second = (
+            recipes.origin(a, may_change=not b.requires_grad),
+            recipes.origin(b, may_change=not a.requires_grad),
+        )
+        if first is None or second is None:
+            return
+        arrangement = Arrangement.of(y)
+        if Arrangement.of(a).matches(arrangement) and Arrangement.of(b).matches(arrangement):
+            recipes.derive(y, Recipe(_decoded, _both(first, second)))
+    elif b.dim() and b.numel() == b.shape[-1] == y.shape[-1] and b.nbytes < y.numel():
+        origin = recipes.origin(a, may_change=not b.requires_grad)
+        if origin is not None:
+            factor = b.detach().clone()
+            _derive_whole(recipes, a, y, origin, lambda x: x.mul_(factor), factor)
+
+
+def _both(first: Origin, second: Origin) -> Origin:
+    def there() -> _Both | None:
+        a, b = first(), second()
+        return None if a is None or b is None else _Both(a, b)
+
+    return there
+
+
+def _decoded(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
+    return source.decode(sizes, dtype)
 
 
 def _batch_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
@@ -412,4 +528,6 @@ DERIVED: dict[Any, Callable[[Recipes, Tensor, Any, Any], None]] = {
     torch.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.batch_norm: _batch_norm,
+    torch.mul: _product,
+    torch.Tensor.mul: _product,
 }

@@ -416,6 +416,9 @@ class Recorder:
         if storage.spent and storage.spent + x.numel() * bits // 8 > x.untyped_storage().nbytes():
             return None, 0  # of views that overlap: all of the memory takes less than codes of each view
         normalization = self.normalization
+        if normalization is not None and normalization.made(x):
+            assert normalization.origin is not None
+            return normalization.origin(), 0
         if normalization is not None and normalization.takes(x):
             name = site.name + ":normalized"
             payload = self._promised(x, site, name, bits, normalization)
