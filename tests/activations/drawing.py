@@ -118,6 +118,14 @@ def viewed(h):
     return F.silu(h.unflatten(-1, (4, 8))[..., :7]).flatten(2).repeat(1, 1, 2)[..., :WIDTH]
 
 
+def rms(h):
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def gate(function, a, b):
+    return (function(a) * b).repeat(1, 1, 2)
+
+
 def hooked(h):
     h = F.gelu(h)
     if h.requires_grad:
@@ -155,6 +163,10 @@ FUNCTIONS = {
     "silu, in place": lambda h, _: F.silu(h, inplace=True),
     "silu of a transposed": lambda h, _: F.silu(h.transpose(1, 2)).transpose(1, 2) * h,
     "gated": lambda h, _: F.silu(h[..., ::2]).repeat(1, 1, 2) * h,
+    "gate of halves": lambda h, _: gate(F.silu, *h.chunk(2, -1)),
+    "gate of halves, other order": lambda h, _: gate(lambda x: x, *h.flip(-1).chunk(2, -1)[::-1]),
+    "gate, shared": lambda h, _: (g := F.gelu(h)) * h + torch.tanh(g * h),
+    "scaled": lambda h, m: F.gelu(h) * m.last.bias + h * m.norm.weight,
     "product, in place": lambda h, m: h.mul_(m.last.bias),
     "glu": lambda h, _: F.glu(torch.cat([h, h.flip(1)], -1)),
     "relu, in place": lambda h, _: F.relu_(h),
@@ -187,6 +199,14 @@ FUNCTIONS = {
     "layer norm of both": lambda h, _: F.layer_norm(h, (TOKENS, WIDTH)),
     "layer norm of parts": lambda h, _: F.layer_norm(h.unflatten(-1, (4, 8)), (8,)).flatten(2),
     "rms norm": lambda h, _: F.rms_norm(h, (WIDTH,)),
+    "rms norm, weighted": lambda h, m: F.rms_norm(h, (WIDTH,), m.norm.weight, 1e-6),
+    "rms norm, shared": lambda h, m: m.last(n := F.rms_norm(h, (WIDTH,), m.norm.weight)) + F.gelu(n) + n * h,
+    "rms norm of parts": lambda h, m: F.rms_norm(h.unflatten(-1, (4, 8)), (8,), m.norm.weight[:8]).flatten(2),
+    "rms norm, written": lambda h, m: m.norm.weight * rms(h),
+    "rms norm, written, shared": lambda h, m: m.last(n := rms(F.silu(h))) + F.gelu(n) * h,
+    "rms norm, written in float32": lambda h, m: m.norm.weight * rms(h.to(torch.float32)).to(h.dtype),
+    "rms norm, written for parts": lambda h, _: rms(h.unflatten(-1, (4, 8)).transpose(1, 2)).transpose(1, 2).flatten(2),
+    "rms norm, of a tensor that is cast": lambda h, m: (rms(h.float()) * (1 + m.norm.weight)).type_as(h) * h,
     "group norm": lambda h, _: F.group_norm(h, 4),
     "batch norm of tokens": lambda h, _: F.batch_norm(h, None, None, training=True),
     "conv": planes(lambda p, m: m.conv(p)),

@@ -216,8 +216,21 @@ def test_of_an_input_whose_rows_differ_codes_are_worth_half(norm, matmul, kept):
         torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
 
 
+class Written(nn.Module):
+    """RMS normalization as models of the library Transformers write it: in float32, and back to the dtype it was in."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.weight, self._dtype = nn.Parameter(torch.ones(32)), dtype
+
+    def forward(self, x):
+        h = x.to(self._dtype).float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)
+        return self.weight * h.to(self._dtype).float()
+
+
 @pytest.mark.parametrize(("norm", "node"), [
-    (nn.LayerNorm(32, eps=1e-12), "NativeLayerNorm"), (nn.RMSNorm(32, eps=1e-12), "Pow"),
+    (nn.LayerNorm(32, eps=1e-12), "NativeLayerNorm"), (nn.RMSNorm(32, eps=1e-12), "Pow"), (Written(), "Pow"),
 ])  # fmt: skip
 def test_rows_of_all_sizes_come_back_of_a_norm(norm, node):
     """One code for all rows would be a thousand times as wrong in the small ones."""
@@ -234,6 +247,36 @@ def test_rows_of_all_sizes_come_back_of_a_norm(norm, node):
     assert ((restored - exact).abs() <= 9 * spread / 255).all()
     found = of_last(y).view(model.y.shape)
     assert ((found - model.y).abs() <= 2 * 8 / 255).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_that_a_model_writes_itself_keeps_one_tensor(dtype):
+    """Its input, the normalized form before and after a cast, and the result: all from codes of the normalized form."""
+    torch.manual_seed(0)
+    model, x, found = Between(uneven(Written(dtype))), tokens(), []
+    for bits in ("off", 8):
+        model.zero_grad()
+        before = kept()
+        with compress(model, bits=bits) as saved:
+            y = model(x)
+        if bits == 8:
+            alone = {"other": model.x.numel() + 80 * 4, "matmul": 32 * 4}  # and what rsqrt says of each row
+            assert {name: saved.by_operator[name].kept_bytes for name in alone} == alone
+            model.x = model.y = None
+            assert saved.kept_bytes == kept_bytes([*model.parameters(), x, y], before)
+        y.square().sum().backward()
+        found.append(gradients(model))
+    assert 0 < error(found[1], found[0]) < 0.02
+
+
+def test_where_an_input_cannot_be_computed_from_its_normalized_form_its_own_codes_stay():
+    torch.manual_seed(0)
+    model, x = Between(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) - 1e9)), tokens()  # NaN
+    with compress(model) as saved:
+        y = model(x)
+    assert saved.by_operator["other"].kept_bytes < 1.2 * model.x.numel()
+    restored = saved_by(behind(y, "Pow"), "self")
+    torch.testing.assert_close(restored, model.x.detach(), rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(15, 48), (2, 520), (3, 200)])
@@ -267,8 +310,8 @@ def test_a_product_that_is_computed_again_errs_no_more_than_its_own_codes(bits):
 
 
 @pytest.mark.parametrize(("factor", "kept"), [
-    (lambda x: torch.linspace(1, 2, 32), 32 * 4), (lambda x: x.detach().square().mean(-1, keepdim=True), 2560),
-    (lambda x: torch.full((), 2.0), 2560), (lambda x: 2.0, 2560),
+    (lambda _: torch.linspace(1, 2, 32), 32 * 4), (lambda x: x.detach().square().mean(-1, keepdim=True), 2560),
+    (lambda _: torch.full((), 2.0), 2560), (lambda _: 2.0, 2560),
 ])  # fmt: skip
 def test_a_product_with_one_factor_per_feature_is_computed_again(factor, kept):
     """One per row may scale up small rows, and their errors with them; and scalars are not looked at."""

@@ -27,6 +27,9 @@ from tests.activations.derived import (
 )
 from tests.activations.models import error, plain_step, same, step
 
+#: PyTorch says so once, of RMS norm under autocast.
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+
 # ---- changes ---------------------------------------------------------------------------------------------------------
 
 

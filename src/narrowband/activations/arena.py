@@ -148,6 +148,9 @@ class Arena:
         >>> a, b = arena.take(100, cpu), arena.take(100, cpu)
         >>> a.numel(), b.data_ptr() - a.data_ptr()
         (100, 128)
+        >>> arena.give(a)
+        >>> arena.take(100, cpu).data_ptr() == a.data_ptr()
+        True
     """
 
     #: The least bytes of a piece. Pages that were never written to take no memory.
@@ -160,14 +163,23 @@ class Arena:
     def __init__(self, pieces: Pieces | None = None) -> None:
         self._pieces = pieces or Pieces()
         self._piece, self._used = np.empty(0, np.uint8), 0
+        self._given: dict[int, list[Tensor]] = {}
         self._pieces.begin()
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory for so many bytes, flat uint8."""
         if device.type != "cpu" or not self.pools:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        given = self._given.get(nbytes)
+        if given:
+            return given.pop()
         if nbytes > self._piece.size - self._used:
             self._piece, self._used = self._pieces.take(max(nbytes, self.PIECE_NBYTES)).numpy(), 0
         begin = self._used
         self._used += -(-nbytes // self._ALIGNED) * self._ALIGNED
         return torch.from_numpy(self._piece[begin : begin + nbytes])  # no view of a tensor: no shared version counter
+
+    def give(self, memory: Tensor) -> None:
+        """Take back memory that nothing uses any more, for the next one in this pass who takes as many bytes."""
+        if memory.device.type == "cpu" and self.pools:
+            self._given.setdefault(memory.numel(), []).append(memory)

@@ -64,17 +64,18 @@ class Payload:
     Attributes:
         ranges: the ranges of the rows, as :func:`~narrowband.kernels.dequantize_rows` takes them.
         numel: elements of the tensor; rows have more where the last one was padded.
-        exact: the tensor itself, if it was kept unchanged after the codes were made; it is then used instead of them.
+        instead: what restores the tensor instead of the codes, if there is something better since they were made: the
+            tensor itself, which is now kept unchanged, or its normalized form.
     """
 
-    __slots__ = ("__weakref__", "_count", "bits", "codes", "dtype", "exact", "numel", "ranges", "rows")
+    __slots__ = ("__weakref__", "_count", "bits", "codes", "dtype", "instead", "numel", "ranges", "rows")
 
     ranges: Tensor
 
     def __init__(self, rows: Rows, bits: Literal[8, 4, 2], dtype: torch.dtype, codes: Tensor) -> None:
         self.rows, self.bits, self.dtype, self.codes = rows, bits, dtype, codes
         self.numel = self._count = rows.numel
-        self.exact: Source | None = None
+        self.instead: Source | None = None
 
     def encode(
         self,
@@ -165,15 +166,20 @@ class Payload:
     @property
     def nbytes(self) -> int:
         """Bytes of the codes, and of the ranges where each sample has its own."""
-        own = 2 * 4 * self.rows.parts * self.rows.groups if self.rows.parts > 1 else 0
+        own = 2 * 4 * self.rows.parts * self.rows.groups if self.rows.parts > 1 and self.ranges.numel() else 0
         return self.codes.numel() + own
+
+    def replaced(self, instead: Source) -> Tensor:
+        """Restore the tensor from something better from now on, and return the memory of the codes."""
+        codes, self.codes, self.ranges, self.instead = self.codes, self.codes[:0], self.ranges[:0], instead
+        return codes
 
     def decode(
         self, sizes: Sequence[int] | None = None, dtype: torch.dtype | None = None, affine: Affine | None = None
     ) -> Tensor:
         """Decode as :meth:`Source.decode` does, and apply an affine map if one is given."""
-        if self.exact is not None and affine is None:
-            return self.exact.decode(sizes, dtype)
+        if self.instead is not None and affine is None:
+            return self.instead.decode(sizes, dtype)
         own, wanted, count = self.dtype, dtype or self.dtype, self._count
         made = own if own in _DIRECT else torch.float32
         if own is torch.float32 and wanted is torch.bfloat16:  # decode and cast in one pass

@@ -37,11 +37,15 @@ __all__ = [
     "Original",
     "Recipe",
     "Recipes",
+    "before_normalization",
     "bound",
     "cast_to",
     "derive_elementwise",
     "original",
 ]
+
+#: Dtypes from one of which to another a result may be a cast.
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 #: The sizes of a result in memory; None: flat.
 Sizes = Sequence[int] | None
@@ -169,6 +173,9 @@ class Recipes(Protocol):
 
     def derive(self, y: Tensor, recipe: Recipe) -> None:
         """Note how to recompute an operator's result."""
+
+    def normalizes(self, x: Tensor, y: Tensor, rstd: Tensor) -> None:
+        """Keep y = x · rstd instead of x."""
 
 
 def cast_to(own: torch.dtype) -> Function:
@@ -391,10 +398,20 @@ class Normalization:
             return None
         for _ in range(3):  # a cast, the product with the weight, that with rstd
             if name == "MulBackward0" and node._saved_other.shape == self._statistics[1].shape:
-                return None, node._saved_other
+                return None, node._saved_other.detach()  # a tensor with a graph would keep itself alive
             node = node.next_functions[0][0] if name in ("MulBackward0", "ToCopyBackward0") else None
             name = "" if node is None else node.name()
         return None
+
+
+def before_normalization(n: Payload, rstd: Tensor) -> Derivation:
+    """Return the source of x, for n = x · rstd with one factor per row. The operator that saves ``rstd`` keeps it."""
+    rstd, length = rstd.detach(), n.numel // rstd.numel()
+
+    def function(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
+        return _affine(source, sizes, dtype, Affine(rstd.reciprocal(), None, length, by_row=True))
+
+    return Derivation(function, n, 0, n.bits)
 
 
 def _made_by(x: Tensor, name: str) -> bool:
@@ -438,7 +455,8 @@ def _rms_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
 def _product(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     """Note the product of two tensors of one form, or of a tensor and one factor per feature, such as a norm's weight.
 
-    A product with one factor per row is left out: it may scale up small rows, and their errors with them.
+    A product with one factor per row may scale up small rows, and their errors with them, as RMS normalization does
+    where a model computes it by itself. There the input is computed from the result.
     """
     a, b = bound(args, kwargs, input=None, other=None)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not y.dtype == a.dtype == b.dtype or "out" in kwargs:
@@ -461,6 +479,17 @@ def _product(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
         if origin is not None:
             factor = b.detach().clone()
             _derive_whole(recipes, a, y, origin, lambda x: x.mul_(factor), factor)
+    elif b.shape == (*y.shape[:-1], 1) and a.shape == y.shape and _made_by(b, "RsqrtBackward0"):
+        recipes.normalizes(a, y, b)
+
+
+def _cast(recipes: Recipes, y: Tensor, args: Any, _: Any) -> None:
+    x = args[0]
+    if y.dtype is x.dtype or y.dtype not in _CAST or x.dtype not in _CAST or y.device != x.device:
+        return
+    origin = recipes.origin(x, may_change=True)
+    if origin is not None and Arrangement.of(x).matches(Arrangement.of(y)):
+        recipes.derive(y, Recipe(cast_to(y.dtype), origin))
 
 
 def _both(first: Origin, second: Origin) -> Origin:
@@ -530,4 +559,9 @@ DERIVED: dict[Any, Callable[[Recipes, Tensor, Any, Any], None]] = {
     F.batch_norm: _batch_norm,
     torch.mul: _product,
     torch.Tensor.mul: _product,
+    torch.Tensor.to: _cast,
+    torch.Tensor.type_as: _cast,
+    torch.Tensor.float: _cast,
+    torch.Tensor.bfloat16: _cast,
+    torch.Tensor.half: _cast,
 }

@@ -39,7 +39,15 @@ from narrowband.activations.outliers import Outliers, is_masked
 from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, ahead, promised, quantized
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
-from narrowband.activations.recompute import Normalization, Origin, Original, Recipe, cast_to, original
+from narrowband.activations.recompute import (
+    Normalization,
+    Origin,
+    Original,
+    Recipe,
+    before_normalization,
+    cast_to,
+    original,
+)
 from narrowband.activations.scores import bits_of_scores
 from narrowband.activations.sites import Site, Sites
 from narrowband.activations.stats import Saved, SavedBytes
@@ -267,6 +275,27 @@ class Recorder:
         recipe = storage.recipe(values)
         return None if recipe is None else recipe.derivation
 
+    def normalizes(self, x: Tensor, y: Tensor, rstd: Tensor) -> None:
+        """Keep the normalized form y = x · rstd, with one factor per row, instead of x, if codes of x have been made.
+
+        A row of small numbers errs less then, and so does what is computed from ``y``.
+        """
+        given = Arrangement.of(x)
+        payload = self.storages.of(x).payload(values_of(x, given))
+        if payload is None or payload.instead is not None or not (given.without_gaps and given.is_usual):
+            return
+        if not ahead(x.device) and not bool(torch.isfinite(rstd.detach().reciprocal()).all()):
+            return  # x cannot be computed from y
+        operator, module = self.place()
+        site = self.sites.of(y, self.call, operator, module, self._counts.get((operator.name, module), 0))
+        made = self._quantized(y, site, site.name + ":normalized", payload.bits, of=x)
+        if made is None:
+            return
+        self.storages.of(y).has_payload(values_of(y, Arrangement.of(y)), made)
+        if not self.storages.of(rstd).is_exact:
+            self.saved.add(operator.name, module, 0, rstd.nbytes)
+        self.arena.give(payload.replaced(before_normalization(made, rstd)))
+
     def derive(self, y: Tensor, recipe: Recipe) -> None:
         """Note how an operator's result can be recomputed."""
         arrangement = Arrangement.of(y)
@@ -355,8 +384,8 @@ class Recorder:
     def _spare_codes(self, x: Tensor, storage: Storage, exact: Exact) -> None:
         """Have codes that were made of a tensor before decode to the tensor itself, which is now kept unchanged."""
         payload = storage.payload(values_of(x, Arrangement.of(x)))
-        if payload is not None and payload.exact is None:
-            payload.exact = Original(exact)
+        if payload is not None and not isinstance(payload.instead, Original):
+            payload.instead = Original(exact)
 
     def _keep_probabilities(self, outputs: Any) -> None:
         """Keep the model's outputs unchanged where softmax or sigmoid made them.
