@@ -137,6 +137,44 @@ def test_where_batches_have_their_own_ranges_what_is_not_finite_is_looked_at_in_
     assert gradients(layers, x, saving).isfinite().all()
 
 
+class Gated(nn.Module):
+    """A residual block of a language model, with RMS norm of PyTorch or of its own."""
+
+    def __init__(self, *, written: bool) -> None:
+        super().__init__()
+        self.norm, self.written = nn.RMSNorm(64, eps=1e-6), written
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.written:
+            n = self.norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        else:
+            n = self.norm(x)
+        gate, up = self.up(n).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_of_norms_and_gates_nothing_is_asked_but_once(written, monkeypatch):
+    monkeypatch.setattr(packed, "by_chance", lambda _: False)
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(*(Gated(written=written) for _ in range(3))), torch.randn(128, 64)
+    saving = nb.compress_activations(layers, bits=8)
+    exact = gradients(layers, x, None)
+    gradients(layers, x, saving)
+    for name in ("learn_ranges", "row_extremes", "quantize_rows_learning"):
+        monkeypatch.setattr(kernels, name, lambda *_, **__: pytest.fail("the host waits"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__bool__", lambda _: pytest.fail("the host waits"))
+        patch.setattr(torch.Tensor, "item", lambda _: pytest.fail("the host waits"))
+        found = gradients(layers, x, saving)
+    assert 0 < (found - exact).norm() < 0.02 * exact.norm()
+    # Of a block: a normalized form, gate and up, what rsqrt says of each row, and a copy of the weight. The loss keeps
+    # what it is made of, and where PyTorch normalizes the model's input, its result is kept, too.
+    own = 3 * 128 * (64 + 256) + 4 * 128 * 64 + (0 if written else 128 * 64)
+    assert own < saving.stats().last.sent_bytes <= own + 3 * (128 * 4 + 64 * 4)
+
+
 def test_of_frozen_layers_nothing_is_asked_but_once(monkeypatch):
     """Autocast's copies of their weights leave no trace, as adapters beside them have it; only values tell."""
     layers, x = model(), torch.randn(64, 64)
