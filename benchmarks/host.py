@@ -41,8 +41,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import narrowband as nb
 from narrowband.activations import packed, scores
 from narrowband.activations.arena import Arena
+from narrowband.activations.normalization import Normalization
 from narrowband.activations.packed import Packed
-from narrowband.activations.recompute import Normalization
 from narrowband.activations.recorder import Recorder
 from narrowband.activations.regions import active
 from narrowband.bench.models import ViT

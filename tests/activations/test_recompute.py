@@ -311,7 +311,7 @@ def test_a_product_that_is_computed_again_errs_no_more_than_its_own_codes(bits):
 
 @pytest.mark.parametrize(("factor", "kept"), [
     (lambda _: torch.linspace(1, 2, 32), 32 * 4), (lambda x: x.detach().square().mean(-1, keepdim=True), 2560),
-    (lambda _: torch.full((), 2.0), 2560), (lambda _: 2.0, 2560),
+    (lambda _: torch.full((), 2.0), 2560), (lambda _: 2.0, 2560), (lambda x: x.detach()[:1] + 1, 2560),
 ])  # fmt: skip
 def test_a_product_with_one_factor_per_feature_is_computed_again(factor, kept):
     """One per row may scale up small rows, and their errors with them; and scalars are not looked at."""
@@ -326,6 +326,16 @@ def test_a_product_with_one_factor_per_feature_is_computed_again(factor, kept):
         y = model(tokens())
     assert saved.by_operator["matmul"].kept_bytes == kept
     torch.testing.assert_close(of_last(y).view(model.y.shape), model.y.detach(), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("product", [lambda a, b: a * b, lambda a, b: b * a])
+def test_an_outer_product_is_kept(product):
+    torch.manual_seed(0)
+    model = Between(lambda x: product(F.gelu(x[..., :1]), x.new_ones(32)))
+    with compress(model) as saved:
+        y = model(tokens())
+    assert saved.by_operator["matmul"].kept_bytes == model.y.numel()
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -14,6 +14,7 @@ The files from the interface down; each imports only from those below it.
 :mod:`.scores`           attention whose scores are too large for codes
 :mod:`.calls`            the operator that is running, and where the groups of its saved tensors are
 :mod:`.storages`         the memory that tensors share
+:mod:`.normalization`    inputs and results of normalization, from the normalized form that is packed
 :mod:`.recompute`        results that backward recomputes from a packed input
 :mod:`.packed`           one packed tensor: its codes, and how it is restored
 :mod:`.ranges`           running estimates of ranges

@@ -24,8 +24,9 @@ from narrowband import kernels
 from narrowband.activations.arena import Arena
 from narrowband.activations.calls import NO_CALL, Call, call_of
 from narrowband.activations.layout import Arrangement
+from narrowband.activations.normalization import Normalization
 from narrowband.activations.policy import ActivationPolicy
-from narrowband.activations.recompute import DERIVED, Normalization, Recipes, bound, derive_elementwise
+from narrowband.activations.recompute import DERIVED, Recipes, bound, derive_elementwise
 from narrowband.compiler import unseen
 
 __all__ = ["Keeper", "Watch"]

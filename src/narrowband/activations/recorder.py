@@ -35,19 +35,12 @@ from narrowband.activations.calls import (
 from narrowband.activations.dynamo import is_in_compiled_code
 from narrowband.activations.layout import Arrangement, neighbours
 from narrowband.activations.modules import Modules
+from narrowband.activations.normalization import Normalization, before_normalization
 from narrowband.activations.outliers import Outliers, is_masked
 from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, ahead, promised, quantized
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
-from narrowband.activations.recompute import (
-    Normalization,
-    Origin,
-    Original,
-    Recipe,
-    before_normalization,
-    cast_to,
-    original,
-)
+from narrowband.activations.recompute import Origin, Original, Recipe, cast_to, original
 from narrowband.activations.scores import bits_of_scores
 from narrowband.activations.sites import Site, Sites
 from narrowband.activations.stats import Saved, SavedBytes
