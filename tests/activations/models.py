@@ -209,6 +209,23 @@ def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits_of(a), bits_of(b))
 
 
+class Gated(nn.Module):
+    """A residual block of a language model, with RMS norm of PyTorch or of its own."""
+
+    def __init__(self, *, written: bool) -> None:
+        super().__init__()
+        self.norm, self.written = nn.RMSNorm(64, eps=1e-6), written
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.written:
+            n = self.norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        else:
+            n = self.norm(x)
+        gate, up = self.up(n).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
 def error(found, expected):
     """‖found − expected‖ / ‖expected‖, of two dictionaries of gradients."""
     a = torch.cat([found[name].double().flatten() for name in expected])

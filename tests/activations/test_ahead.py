@@ -15,6 +15,7 @@ from narrowband.activations import packed
 from narrowband.activations.ranges import Notes
 from narrowband.kernels.backends import Backend
 from narrowband.kernels.reference import rows as reference
+from tests.activations.models import Gated
 
 
 @pytest.fixture(autouse=True)
@@ -135,23 +136,6 @@ def test_where_batches_have_their_own_ranges_what_is_not_finite_is_looked_at_in_
     if "decay" not in options:  # until one is good
         assert found[4]
     assert gradients(layers, x, saving).isfinite().all()
-
-
-class Gated(nn.Module):
-    """A residual block of a language model, with RMS norm of PyTorch or of its own."""
-
-    def __init__(self, *, written: bool) -> None:
-        super().__init__()
-        self.norm, self.written = nn.RMSNorm(64, eps=1e-6), written
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(128, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.written:
-            n = self.norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-        else:
-            n = self.norm(x)
-        gate, up = self.up(n).chunk(2, -1)
-        return x + self.down(nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("written", [False, True])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowband as nb
+from tests.activations.models import Gated
 from tests.ranks import run_ranks
 
 SPECS = (
@@ -78,18 +81,38 @@ def test_from_the_hook_to_the_average_nobody_waits(spec: str) -> None:
     assert skipped == (spec not in _UNCHECKED)
 
 
+def language_model(dtype: torch.dtype, *, written: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Gated(written=written) for _ in range(3))).cuda().to(dtype)
+
+
+MODELS = {
+    "layer norm": (model, 256, 3.0),
+    "rms norm": (lambda: language_model(torch.float32, written=False), 64, 5.0),
+    "rms norm in bfloat16": (lambda: language_model(torch.bfloat16, written=False), 64, 2.5),
+    "rms norm that the model writes": (lambda: language_model(torch.float32, written=True), 64, 5.0),
+}
+
+
 @pytest.mark.gpu
-def test_saved_activations_are_packed_and_restored_while_nobody_waits() -> None:
-    layers, x = model(), torch.randn(64, 256, device="cuda")
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_activations_are_packed_and_restored_while_nobody_waits(name: str) -> None:
+    make, width, ratio = MODELS[name]
+    layers = make()
+    x = torch.randn(1024, width, device="cuda", dtype=next(layers.parameters()).dtype)
     saving = nb.compress_activations(layers, bits=8)
 
-    def step() -> None:
-        with saving:
-            loss = layers(x).square().mean()
-        loss.backward()
+    def step(context: Any) -> torch.Tensor:
+        layers.zero_grad()
+        with context:
+            y = layers(x)
+        y.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in layers.parameters()])
 
-    step()  # what has no range yet is looked at
+    exact = step(nullcontext())
+    step(saving)  # what has no range yet is looked at
     with _NoWaiting():
         for _ in range(3):
-            step()
-    assert saving.stats().total.ratio > 3
+            found = step(saving)
+    assert saving.stats().total.ratio > ratio
+    assert 0 < (found - exact).float().norm() < 0.03 * exact.float().norm()
