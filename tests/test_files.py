@@ -69,7 +69,8 @@ def test_a_plan_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as refused:
         replace(plan, step=plan.step + 1).save(path)
+    assert refused.value.filename == str(path)
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]

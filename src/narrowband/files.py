@@ -35,7 +35,7 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "is not a regular file", str(path))
-    path = Path(os.path.realpath(path))
+    given, path = path, Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
@@ -46,8 +46,10 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
         if mode is not None:
             os.chmod(temporary, mode)  # without what the umask took away
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(given)  # a disk that is full does not say which file it has no room for
         raise
 
 

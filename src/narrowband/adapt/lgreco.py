@@ -80,7 +80,7 @@ class LGreCo(Policy):
     def __post_init__(self) -> None:
         self._check_times()
         if not 0 < self.alpha < math.inf:
-            raise ValueError(f"lgreco: alpha={self.alpha} must be above 0")
+            raise ValueError(f"lgreco: alpha={self.alpha} must be a finite number above 0")
         if self.metric not in ("l2", "l2_squared"):
             raise ValueError(f"lgreco: metric={self.metric!r} is neither l2 nor l2_squared")
         if self.objective not in ("bytes", "time"):

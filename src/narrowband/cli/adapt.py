@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from narrowband.cli.exits import DONE, check_output
+from narrowband.cli.records import written_first
 from narrowband.units import counted
 
 if TYPE_CHECKING:
@@ -96,17 +97,16 @@ class Adapt:
             _check_same(layers, before, self.gradients, self.before)
             policy.decide(before, step=0, traffic=traffic)
         plan = policy.decide(layers, step=0, traffic=traffic)
-        if self.output is not None:
-            plan.save(self.output)
-        console.print(plan_table(plan, {name: float(x.double().norm()) for name, x in layers.items()}))
-        console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
-        if plan.reference_nbytes is not None and plan.nbytes:
-            console.print(
-                f"among {counted(self.ranks, 'rank')} {plan.reference_nbytes / plan.nbytes:.2f} times fewer bytes than "
-                f"{plan.reference} for all layers"
-                + (", at no more error" if plan.budget is not None and self.alpha <= 1 else ""),
-                highlight=False,
-            )
+        with written_first(lambda: None if self.output is None else plan.save(self.output)):
+            console.print(plan_table(plan, {name: float(x.double().norm()) for name, x in layers.items()}))
+            console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
+            if plan.reference_nbytes is not None and plan.nbytes:
+                console.print(
+                    f"among {counted(self.ranks, 'rank')} {plan.reference_nbytes / plan.nbytes:.2f} times fewer bytes "
+                    f"than {plan.reference} for all layers"
+                    + (", at no more error" if plan.budget is not None and self.alpha <= 1 else ""),
+                    highlight=False,
+                )
         if self.output is not None:
             console.print(f"written: {self.output}", style="dim", markup=False, highlight=False)
         if self.plot is not None:

@@ -10,6 +10,7 @@ from narrowband.cli.exits import DONE
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from narrowband.codecs import Codec
 
@@ -36,44 +37,57 @@ class Codecs:
 
     Examples:
       narrowband codecs
+      python -c "import narrowband as nb; help(nb.codec('topk'))"  # what its keys mean
       python -c "import narrowband as nb; print(nb.codec('qsgd:bits=2').payload_nbytes(1_000_000))"
     """
 
     def __call__(self, console: Console) -> int:
-        from rich.markup import escape
-
         from narrowband import codecs, feedback
-        from narrowband.report.narrow import FittingTable
 
-        table = FittingTable(
-            title=f"Codecs, and bits per element of a {_SHAPE[0]:,} × {_SHAPE[1]:,} float32 matrix",
-            title_justify="left",
-            show_lines=True,
-        )
-        table.add_column("example, keys and defaults", no_wrap=True)
-        table.add_column("bits", justify="right")
-        table.add_column("what it does", overflow="fold")
+        table = _table(f"Codecs, and bits per element of a {_SHAPE[0]:,} × {_SHAPE[1]:,} float32 matrix", "bits")
         for kind in codecs.available().values():
             codec = example(kind)
-            bits = f"{codec.payload_nbytes(_SHAPE) * 8 / math.prod(_SHAPE):.3g}" if kind.fixed_size else "by data"
-            table.add_row("\n".join([f"[bold]{escape(str(codec))}", *_keys(kind)]), bits, escape(_summary(kind)))
-        console.print(table)
-        console.print("Behind a '+', what is done about what compression loses:")
+            table.add_row(_named(str(codec), kind), _bits(codec), _summary(kind))
+        behind = _table("Feedback, written behind a codec: what is done about what it loses")
         for name, kept in feedback.available().items():
-            console.print(f"  [bold]+{name}[/bold]  {escape(_summary(kept))}", highlight=False)
-        console.print("Methods, which bring their codec and their feedback along:")
+            behind.add_row(_named(f"+{name}", kept), _summary(kept))
+        methods = _table("Methods, which bring their codec and their feedback along", "bits")
         for method_class in feedback.methods().values():
             method = method_class()
-            bits = f"{method.codec.payload_nbytes(_SHAPE) * 8 / math.prod(_SHAPE):.3g} bits"
-            console.print(
-                f"  [bold]{escape(str(method))}[/bold]  {bits}. {escape(_summary(method_class))}", highlight=False
-            )
-            console.print("   " + ", ".join(line.strip() for line in _keys(method_class)), highlight=False)
+            methods.add_row(_named(str(method), method_class), _bits(method.codec), _summary(method_class))
+        console.print(table, "", behind, "", methods, sep="\n")
         return DONE
 
 
+def _table(title: str, *numbers: str) -> Table:
+    from rich.table import Column
+
+    from narrowband.report.narrow import FittingTable
+
+    return FittingTable(
+        Column("example, keys and defaults", no_wrap=True),
+        *(Column(number, justify="right") for number in numbers),
+        Column("what it does", overflow="fold"),
+        title=title,
+        title_justify="left",
+        show_lines=True,
+    )
+
+
+def _named(text: str, kind: type) -> str:
+    from rich.markup import escape
+
+    return "\n".join([f"[bold]{escape(text)}", *_keys(kind)])
+
+
+def _bits(codec: Codec) -> str:
+    return f"{codec.payload_nbytes(_SHAPE) * 8 / math.prod(_SHAPE):.3g}" if codec.fixed_size else "by data"
+
+
 def _summary(kind: type) -> str:
-    return (kind.__doc__ or "").strip().splitlines()[0].replace("``", "`")
+    from rich.markup import escape
+
+    return escape((kind.__doc__ or "").strip().splitlines()[0].replace("``", "`"))
 
 
 def _keys(kind: type) -> list[str]:
@@ -81,6 +95,6 @@ def _keys(kind: type) -> list[str]:
     for f in fields(kind):
         if not f.init:
             continue
-        default = str(f.default).lower() if isinstance(f.default, bool) else str(f.default)
+        default = str(f.default).lower() if isinstance(f.default, bool) else str(f.default) or '""'
         shown.append(f"  {f.name} (required)" if f.default is MISSING else f"  {f.name}={default}")
     return shown

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from narrowband.cli.exits import DONE, FAILED, check_output
+from narrowband.cli.records import written_first
 from narrowband.errors import DISTRIBUTION, UnsupportedError, pip_install
 from narrowband.units import counted
 
@@ -100,11 +101,11 @@ class Doctor:
         for finding in findings:
             mark = "[green]yes" if finding.good else "[yellow]no"
             table.add_row(mark, f"[bold]{finding.name}", escape(finding.detail))
-        self._write({"findings": [asdict(finding) for finding in findings]})
-        about = machine()
-        console.print(f"{about['cpu']}, {about['usable_cores']} cores, {about['memory_gib']} GiB", highlight=False)
-        console.print(", ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
-        console.print(table)
+        with written_first(lambda: self._write({"findings": [asdict(finding) for finding in findings]})):
+            about = machine()
+            console.print(f"{about['cpu']}, {about['usable_cores']} cores, {about['memory_gib']} GiB", highlight=False)
+            console.print(", ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
+            console.print(table)
         self._say_where(console)
         if self.compile:
             _compile()
@@ -131,8 +132,10 @@ class Doctor:
             raise RankError(str(error)) from None
         troubles, notes = troubles_of(found), notes_of(found)
         code = FAILED if troubles else DONE
-        if meeting.rank == 0:  # all ranks have the same results, and one prints them
-            self._write({"troubles": troubles, "notes": notes, **asdict(found)})
+        if meeting.rank:  # all ranks have the same results, and one prints them
+            meeting.leave(code)
+            return code
+        with written_first(lambda: self._write({"troubles": troubles, "notes": notes, **asdict(found)})) as written:
             console.print(seats_table([asdict(seat) for seat in found.seats]))
             if found.ways:
                 console.print(ways_table([asdict(way) for way in found.ways]))
@@ -141,9 +144,10 @@ class Doctor:
                     console.print(sentence, style=style, markup=False, highlight=False, soft_wrap=True)
             if not troubles:
                 console.print("All ranks reach each other.", style="green", highlight=False)
-            self._say_where(console)
+            if written:
+                self._say_where(console)
             console.file.flush()
-        meeting.leave(code)
+            meeting.leave(code)
         return code
 
     def _write(self, found: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ Users need no traceback to learn what to change. ``NARROWBAND_DEBUG=1`` shows on
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import multiprocessing
 import os
@@ -58,6 +59,9 @@ DEBUG = "NARROWBAND_DEBUG"
 
 #: Errors that come from a wrong path, and not from the machine.
 _PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+#: A disk, a quota or a file that may not grow any more.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def finish(work: Callable[[], int], errors: Console, *, stopped: str = "", debug: bool = False) -> int:
@@ -177,6 +181,8 @@ def _explained(error: Exception) -> tuple[int, str, bool]:
         return FAILED, error.sentence, True
     if isinstance(error, _PATHS):
         return WRONG, _about_path(error), True
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return FAILED, f"{error.filename or 'the output'}: {error.strerror}; make room, or give another place", True
     if isinstance(error, OSError):
         return FAILED, f"the operating system reported an error: {_about_path(error)}", False
     if is_out_of_memory(error):

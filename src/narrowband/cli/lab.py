@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from narrowband.cli.exits import check_output
+from narrowband.cli.records import written_first
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,20 +84,22 @@ class Lab:
         )
         if self.json is None:
             report = run(config, behind)
-            return self._shown(report, console)
+            self._show(report, console)
+            return report.exit_code
         with tempfile.TemporaryDirectory(prefix="narrowband-told-") as folder:
             report = run(config, behind, {"NARROWBAND_TOLD": folder})
             told = [_told(Path(folder) / f"{rank}.json") for rank in range(config.ranks)]
-        write_json(self.json, provenance() | {"config": asdict(config)} | report.to_dict() | {"told": told})
-        return self._shown(report, console)
+        record = provenance() | {"config": asdict(config)} | report.to_dict() | {"told": told}
+        with written_first(functools.partial(write_json, self.json, record)):
+            self._show(report, console)
+        return report.exit_code
 
-    def _shown(self, report: LabReport, console: Console) -> int:
+    def _show(self, report: LabReport, console: Console) -> None:
         from narrowband.report.tables import lab_table
 
         console.print(lab_table(report))
         if self.timeout is not None and report.seconds >= self.timeout and report.exit_code == _OUT_OF_TIME:
             console.print(f"The ranks were ended after --timeout {self.timeout:g} s.", highlight=False)
-        return report.exit_code
 
 
 def _told(path: Path) -> object:

@@ -12,6 +12,7 @@ import tyro
 
 from narrowband.bench import devices, subjects, ways
 from narrowband.cli.exits import DONE, FAILED, check_output
+from narrowband.cli.records import written_first
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +83,6 @@ class Memory:
         from narrowband.bench import budget
         from narrowband.bench.held import tensors_of
         from narrowband.bench.trials import Job
-        from narrowband.files import write_text
         from narrowband.report.tables import saved_table, takes_table
 
         self._check()
@@ -98,13 +98,12 @@ class Memory:
                 policy = ActivationPolicy(bits=bits)
                 surveys[f"{bits} bits"] = ways.survey(model, inputs, policy, amp=self.amp)
         activations = {"plain": surveys["8 bits"].raw_bytes} | {bits: each.kept_bytes for bits, each in surveys.items()}
-        if self.json is not None:  # before printing, which may fail, so that no measurement is lost
-            self._record(tensors, surveys, None)
-        console.print(takes_table(tensors, activations))
-        console.print(saved_table("operator", {name: saved.by_operator for name, saved in surveys.items()}))
-        for note in _notes(surveys):
-            console.print(note, style="dim", markup=False, highlight=False)
-        console.print(saved_table("module", {name: self._modules(saved) for name, saved in surveys.items()}))
+        with written_first(lambda: self._write(tensors, surveys, None)):
+            console.print(takes_table(tensors, activations))
+            console.print(saved_table("operator", {name: saved.by_operator for name, saved in surveys.items()}))
+            for note in _notes(surveys):
+                console.print(note, style="dim", markup=False, highlight=False)
+            console.print(saved_table("module", {name: self._modules(saved) for name, saved in surveys.items()}))
         found = None
         if self.budget is not None:
             del model, inputs  # the search builds its own
@@ -112,11 +111,10 @@ class Memory:
             job = Job(build, self.amp, self.optimizer, self.codec, self.device)
             with console.status("") as status:
                 found = budget.fit(job, parse_bytes(self.budget), lambda what: status.update(f"measuring {what}"))
+            with written_first(lambda: self._write(tensors, surveys, found)):
+                self._say(console, found)
             if self.output is not None and found.reached:
-                write_text(self.output, found.policy.to_toml())
-            if self.json is not None:
-                self._record(tensors, surveys, found)
-            self._say(console, found)
+                console.print(f"written to {self.output}", style="dim", markup=False, highlight=False)
         if self.json is not None:
             console.print(f"written to {self.json}", style="dim", markup=False, highlight=False)
         return DONE if found is None or found.reached else FAILED
@@ -166,13 +164,15 @@ class Memory:
                 "tensors. jemalloc leaves fewer; the documentation of activations says how to use it.",
                 style="yellow", markup=False, highlight=False,
             )  # fmt: skip
-        if self.output is not None and found.reached:
-            console.print(f"written to {self.output}", style="dim", markup=False, highlight=False)
 
-    def _record(self, tensors: dict[str, int], surveys: dict[str, Saved], found: Fit | None) -> None:
+    def _write(self, tensors: dict[str, int], surveys: dict[str, Saved], found: Fit | None) -> None:
+        from narrowband.files import write_text
         from narrowband.report.record import provenance, write_json
 
-        assert self.json is not None
+        if self.output is not None and found is not None and found.reached:
+            write_text(self.output, found.policy.to_toml())
+        if self.json is None:
+            return
         options = ("model", "batch", "amp", "budget", "optimizer", "codec")
         record: dict[str, Any] = {name: getattr(self, name) for name in options} | {"tensors": tensors}
         for name, saved in surveys.items():

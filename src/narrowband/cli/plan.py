@@ -11,6 +11,7 @@ import tyro
 
 from narrowband.bench import plan
 from narrowband.cli.exits import DONE, check_output
+from narrowband.cli.records import written_first
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,18 +61,21 @@ class Plan:
             report = plan.run(self.model, self.config, status.update)
         if self.config.measure and os.environ["RANK"] != "0":
             return DONE  # all ranks have the same results, and one prints them
-        if self.json is not None:  # first, so that later errors lose no measurement
-            from narrowband.report.record import provenance, write_json
-
-            config = {"model": self.model, **asdict(self.config)}
-            write_json(self.json, provenance(self.config.seed) | {"config": config, **report.record()})
-        if self.config.is_range:
-            self._show_range(console, report)
-        else:
-            self._show_one(console, report)
+        with written_first(lambda: self._write(report)):
+            if self.config.is_range:
+                self._show_range(console, report)
+            else:
+                self._show_one(console, report)
         if self.json is not None:
             console.print(f"written: {self.json}", style="dim", markup=False, highlight=False)
         return DONE
+
+    def _write(self, report: plan.Report) -> None:
+        from narrowband.report.record import provenance, write_json
+
+        if self.json is not None:
+            config = {"model": self.model, **asdict(self.config)}
+            write_json(self.json, provenance(self.config.seed) | {"config": config, **report.record()})
 
     def _show_one(self, console: Console, report: plan.Report) -> None:
         from narrowband.planning import call_of

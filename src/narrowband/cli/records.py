@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from typing_extensions import Self
 
-__all__ = ["Record"]
+__all__ = ["Record", "written_first"]
 
 _Row = dict[str, Any]
 
@@ -37,6 +37,29 @@ _SAME = {
     "machine": "another machine",
     "environment": "other environment variables",
 }
+
+
+@contextlib.contextmanager
+def written_first(write: Callable[[], object]) -> Iterator[bool]:
+    """Write a result, and then run the block, which prints it. Neither loses the other: what a closed pipe keeps from
+    being printed is written by then, and an error of writing is raised when the block has printed.
+
+    Yields:
+        Whether the result is written.
+
+    Example:
+        >>> with written_first(lambda: Path("found.json").write_text("{}")):
+        ...     print("found")
+        found
+    """
+    refused: OSError | None = None
+    try:
+        write()
+    except OSError as error:
+        refused = error
+    yield refused is None
+    if refused is not None:
+        raise refused
 
 
 class Record:

@@ -146,7 +146,7 @@ class LabConfig:
                 f"nodes={self.nodes} with per_node={self.per_node} make {self.ranks} ranks, more than {MAX_NODES}"
             )
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"timeout_s is {self.timeout_s}; expected seconds above 0, or None to wait for ever")
+            raise ValueError(f"timeout_s is {self.timeout_s}; expected seconds above 0; leave it out to wait for ever")
         if not 0 <= self.grace_s < float("inf"):
             raise ValueError(f"grace_s is {self.grace_s}; expected seconds, 0 or more")
         self.links()
