@@ -49,6 +49,7 @@ def fit(
     callbacks=(),
     strict=True,
     dies=False,
+    loader=torch.utils.data.DataLoader,
     **options,
 ):
     """Fit with Lightning's Trainer, with a checkpoint and a validation after each epoch."""
@@ -62,8 +63,7 @@ def fit(
             self.losses = []
 
         def training_step(self, batch, index):
-            number = self.current_epoch * EPOCH + index
-            loss = loss_of(self.net, number, rank)
+            loss = loss_of(self.net, self.current_epoch * EPOCH + int(batch), rank)
             self.losses.append(loss.item())
             return loss
 
@@ -71,9 +71,10 @@ def fit(
             self.log("validation", loss_of(self.net, 1000, rank), sync_dist=True)
 
         def train_dataloader(self):
-            return torch.utils.data.DataLoader(torch.arange(EPOCH))
+            return loader(torch.arange(EPOCH))
 
-        val_dataloader = train_dataloader
+        def val_dataloader(self):
+            return torch.utils.data.DataLoader(torch.arange(EPOCH))
 
         def configure_optimizers(self):
             optimizer = sgd(self.net, momentum=0.9)
@@ -120,6 +121,49 @@ def test_what_the_trainer_fits_and_resumes_has_the_bits_of_a_loop_of_ones_own(pa
         assert resumed["losses"] == whole["losses"][EPOCH:]
     (_, first, _), (_, second, _) = answers
     assert not torch.equal(first["residuals"], second["residuals"])
+
+
+class RemembersItsPlace(torch.utils.data.DataLoader):
+    """Begins where a checkpoint was saved, as torchdata's StatefulDataLoader does."""
+
+    begin = given = 0
+
+    def __iter__(self):
+        begin, self.begin = self.begin, 0
+        for self.given, batch in enumerate(super().__iter__(), 1):
+            if self.given > begin:
+                yield batch
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.begin = state["given"]
+
+
+def resumed_within_an_epoch(rank, world_size, folder):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    found = []
+    for loader in (torch.utils.data.DataLoader, RemembersItsPlace):
+        own = f"{folder}/{loader.__name__}"
+        each_step = ModelCheckpoint(own, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        fit(rank, world_size, own, callbacks=[each_step], loader=loader)
+        dist.barrier()
+        found.append(fit(rank, world_size, f"{own}/resumed", resume=f"{own}/step=1.ckpt", loader=loader))
+    repeated = [*range(ACCUMULATE), *range(ACCUMULATE), *range(EPOCH, 2 * EPOCH)]
+    return [(direct(rank, batches=repeated), found[0]), (direct(rank), found[1])]
+
+
+def test_a_run_that_resumes_within_an_epoch_has_the_bits_of_a_loop_over_the_batches_that_the_loader_gives(tmp_path):
+    """Lightning begins the epoch's loader again, and ends the epoch after as many batches as were left, unless the
+    loader remembers its place.
+    """
+    for pairs in on_two_ranks(resumed_within_an_epoch, str(tmp_path)):
+        for by_hand, resumed in pairs:
+            assert agree(by_hand, resumed, but=("losses", "bytes")) == []
+            assert resumed["losses"] == by_hand["losses"][ACCUMULATE:]
+        assert pairs[0][0]["losses"] != pairs[1][0]["losses"]
 
 
 def by_hand_and_in_other_ways(rank, world_size, folder):
