@@ -196,5 +196,10 @@ def test_everything_in_all_exists():
     assert len(set(narrowband.__all__)) == len(narrowband.__all__)
 
 
+def test_the_reference_says_where_every_public_name_is_described():
+    index = (Path(__file__).parents[1] / "docs/reference/index.md").read_text()
+    assert [name for name in narrowband.__all__ if name != "__version__" and f"`nb.{name}`" not in index] == []
+
+
 def test_type_checkers_see_the_types():
     assert files("narrowband").joinpath("py.typed").is_file()

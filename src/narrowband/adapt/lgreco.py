@@ -60,6 +60,10 @@ class LGreCo(Policy):
             counts at least a hundredth of the most expensive one; if all are zero, all count the same.
         discretization: number of steps that the budget is divided into.
 
+    Raises:
+        ValueError: a spec or a number is not valid, or ``objective`` and ``seconds_per_byte`` do not fit together.
+        TypeError: ``choices`` is a single spec.
+
     Example:
         >>> policy = LGreCo(reference="powersgd:rank=4", every=500)
         >>> handle = nb.compress_gradients(model, policy)

@@ -77,7 +77,11 @@ class Policy(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: the state is of another policy.
+        """
         if state:
             raise ValueError(
                 f"{self.name} has no state, but the saved state holds {', '.join(state)}; use the policy that saved it"
@@ -110,6 +114,9 @@ class Constant(Policy):
         spec: the spec of every layer.
         every: steps between decisions, which change nothing.
         warmup_steps: steps at the beginning that are not compressed.
+
+    Raises:
+        ValueError: a spec or a number is not valid.
 
     Example:
         >>> handle = nb.compress_gradients(model, nb.Constant("qsgd:bits=4"))
@@ -144,6 +151,9 @@ class GlobalTopK(Policy):
         feedback: the feedback behind ``topk`` in layers' specs.
         every: steps between decisions.
         warmup_steps: steps before the first decision, which are not compressed.
+
+    Raises:
+        ValueError: a spec or a number is not valid.
 
     Example:
         >>> handle = nb.compress_gradients(model, nb.GlobalTopK(0.01, every=100))
@@ -193,6 +203,9 @@ class HardThreshold(Policy):
         steps: number of gradients in a window's sum; None: as many as there were steps since the last decision.
         every: steps between decisions, which change nothing but the reported bytes.
         warmup_steps: steps before the first decision, which are not compressed.
+
+    Raises:
+        ValueError: a spec or a number is not valid.
 
     Example:
         >>> handle = nb.compress_gradients(model, nb.HardThreshold(1e-3))

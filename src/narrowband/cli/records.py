@@ -48,9 +48,10 @@ def written_first(write: Callable[[], object]) -> Iterator[bool]:
         Whether the result is written.
 
     Example:
-        >>> with written_first(lambda: Path("found.json").write_text("{}")):
-        ...     print("found")
-        found
+        >>> from narrowband.files import write_text
+        >>> with written_first(lambda: write_text(Path("runs/found.json"), "{}")) as written:
+        ...     print(written)
+        True
     """
     refused: OSError | None = None
     try:

@@ -42,7 +42,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def aligned(nbytes: int) -> int:
-    """Round ``nbytes`` up to a multiple of :data:`ALIGNMENT`."""
+    """Round ``nbytes`` up to a multiple of 4, as the sizes of all payloads are."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -102,17 +102,18 @@ class Codec(ABC):
         >>> total = codec.decode(payload, total, seed=7, weight=1 / 4, accumulate=True)
     """
 
-    #: The name in a spec string.
     name: ClassVar[str]
-    #: False: ``payload_nbytes`` is a capacity, and payloads may be shorter.
+    """The name in a spec string."""
     fixed_size: ClassVar[bool] = True
-    #: True: the decoder derives something from the seed, so all ranks must encode with the same seed.
+    """False: ``payload_nbytes`` is a capacity, and payloads may be shorter."""
     shared_seed: ClassVar[bool] = False
-    #: True: a sum of decoded tensors may be encoded again without defeating the compression (quantizers, not sparse
-    #: codecs).
+    """True: the decoder derives something from the seed, so all ranks must encode with the same seed."""
     requantizes: ClassVar[bool] = False
-    #: True: decoding gives the tensor itself, to the bit and in its dtype.
+    """True: a sum of decoded tensors may be encoded again without defeating the compression (quantizers, not sparse
+    codecs).
+    """
     exact: ClassVar[bool] = False
+    """True: decoding gives the tensor itself, to the bit and in its dtype."""
 
     # ---- what a user calls -------------------------------------------------------------------------------------------
 

@@ -69,7 +69,12 @@ class Identity(_Cast):
 
 @dataclass(frozen=True)
 class FP16(_Cast):
-    """Every element as float16; magnitudes above 65,504 become inf."""
+    """Every element as float16; magnitudes above 65,504 become inf.
+
+    Example:
+        >>> nb.codec("fp16").roundtrip(torch.tensor([0.1, 70000.0]))
+        tensor([0.1000,    inf])
+    """
 
     name: ClassVar[str] = "fp16"
     wire_dtype = torch.float16
@@ -77,7 +82,12 @@ class FP16(_Cast):
 
 @dataclass(frozen=True)
 class BF16(_Cast):
-    """Every element as bfloat16: the range of float32 with 8 significant bits."""
+    """Every element as bfloat16: the range of float32 with 8 significant bits.
+
+    Example:
+        >>> nb.codec("bf16").roundtrip(torch.tensor([1.01, 70000.0]))
+        tensor([1.0078e+00, 7.0144e+04])
+    """
 
     name: ClassVar[str] = "bf16"
     wire_dtype = torch.bfloat16

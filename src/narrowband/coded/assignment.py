@@ -189,7 +189,8 @@ class Assignment:
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def load(self, *, multicast: bool = True, bits: int = 32) -> float:
-        """Return what a node sends in a step, in gradients of the whole model in float32 (see the table above).
+        """Return what a node sends in a step, in gradients of the whole model in float32 (the table is in
+        :mod:`narrowband.coded.assignment`).
 
         Args:
             multicast: whether a packet that several nodes need is sent once.

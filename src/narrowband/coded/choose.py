@@ -105,7 +105,8 @@ def predict(
     multicast: bool,
     bits: int = 32,
 ) -> Choice:
-    """Predict the fastest scheme from the times of plain data parallelism (the formula is at the top of this file).
+    """Predict the fastest scheme from the times of plain data parallelism, by the formula in
+    :mod:`narrowband.coded.choose`.
 
     Args:
         nodes: number of nodes, n.

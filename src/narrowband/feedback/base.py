@@ -52,28 +52,29 @@ class Encoded(NamedTuple):
 class State(ABC):
     """State that is kept per key from one step to the next."""
 
-    #: The name in a spec string.
     name: ClassVar[str]
-    #: True: payloads are changes of a tensor that all receivers hold; receivers add up all changes. So a gradient of
-    #: zero has to be sent, too, and a mean must not be encoded again. Means are float32 whatever the gradients'
-    #: dtype, and :meth:`Feedback.deliver` turns a mean into the tensor that is delivered.
+    """The name in a spec string."""
     incremental: ClassVar[bool] = False
-    #: True: a method, which brings its own codec (``dgc:density=…``): no codec stands before it in a spec string.
+    """True: payloads are changes of a tensor that all receivers hold; receivers add up all changes. So a gradient of
+    zero has to be sent, too, and a mean must not be encoded again. Means are float32 whatever the gradients' dtype, and
+    :meth:`Feedback.deliver` turns a mean into the tensor that is delivered.
+    """
     brings_codec: ClassVar[bool] = False
-    #: True: it keeps state per sample, and needs sample ids with every tensor (activations between stages).
+    """True: a method, which brings its own codec (``dgc:density=…``): no codec stands before it in a spec string."""
     per_sample: ClassVar[bool] = False
-    #: Whether it works between the stages of a pipeline.
+    """True: it keeps state per sample, and needs sample ids with every tensor (activations between stages)."""
     takes_activations: ClassVar[bool] = True
-    #: Whether other layers of the same model may have other feedbacks.
+    """Whether it works between the stages of a pipeline."""
     mixes: ClassVar[bool] = True
-    #: Whether it can keep the error that the owner of a chunk makes when it encodes a mean, see :meth:`owner_error`.
+    """Whether other layers of the same model may have other feedbacks."""
     keeps_owner_errors: ClassVar[bool] = False
-    #: Whether it can commit a part of a payload, see :meth:`Feedback.commit_arrived`.
+    """Whether it can keep the error that the owner of a chunk makes when it encodes a mean, see :meth:`owner_error`."""
     commits_arrivals: ClassVar[bool] = False
-    #: True: the caller has to pass every uncompressed average to :meth:`advance_uncompressed`.
+    """Whether it can commit a part of a payload, see :meth:`Feedback.commit_arrived`."""
     observes_uncompressed: ClassVar[bool] = False
-    #: Whether :meth:`put_back` works: what it keeps concerns this rank alone.
+    """True: the caller has to pass every uncompressed average to :meth:`advance_uncompressed`."""
     puts_back: ClassVar[bool] = False
+    """Whether :meth:`put_back` works: what it keeps concerns this rank alone."""
 
     @property
     def codec(self) -> Codec:

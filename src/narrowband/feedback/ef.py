@@ -111,6 +111,9 @@ class ErrorFeedback(Feedback):
         decay: the factor on the residual in each step that it waits, above 0 and up to 1.
         store: how the residual is stored between steps: ``fp32``, ``bf16``, ``int8``; or ``cpu``: in float32, in CPU
             memory, for models on GPUs.
+
+    Example:
+        >>> handle = nb.compress_gradients(model, "topk:density=0.01+ef:store=int8")  # one byte per element
     """
 
     name: ClassVar[str] = "ef"

@@ -79,7 +79,9 @@ def compress_gradients(
             a mesh of nodes × ranks. Inside a machine gradients are then summed exactly, and each of its L ranks
             compresses and sends 1/L of them (:mod:`narrowband.gradients.levels`). By default every rank is a node.
         seed: for stochastic rounding and sampling. Runs with equal seeds are equal.
-        collective: ``"auto"`` chooses the one that sends least (see :mod:`narrowband.collectives.choice`).
+        collective: by what operation payloads reach all ranks: ``"all_reduce"``, ``"all_gather"``,
+            ``"scatter_reduce"`` or ``"sparse_reduce"`` (:mod:`narrowband.collectives.choice`). ``"auto"`` takes the one
+            that sends least; name another one only to compare.
         grad_scaler: the gradient scaler of mixed-precision training, if there is one. Residuals are in units of scaled
             gradients, and are rescaled when the scale changes.
         optimizer: the optimizer that will step, to check that momentum is applied once (``dgc`` applies it before

@@ -76,6 +76,9 @@ class Rendezvous:
             between two rounds.
         name: the peer's name in logs, by which peers are ordered, too; by default random.
 
+    Raises:
+        ValueError: an address that is not host:port, or a number out of range.
+
     Example:
         >>> peers = nb.Rendezvous("10.0.0.1:29400", least=3, grace_s=60)
         >>> peers.least
