@@ -76,3 +76,11 @@ def test_the_table_has_every_argument_and_its_default(page, head, called, elsewh
     table, defaults = told(page, head), defaults_of(called)
     assert table.keys() == defaults.keys() - elsewhere
     assert {name: cell for name, cell in table.items() if not says(cell, defaults[name])} == {}
+
+
+@pytest.mark.parametrize("argument", ["message_nbytes", "early_nbytes"])
+def test_a_docstring_has_the_number_where_the_signature_has_the_name_of_a_constant(argument):
+    """Pages of the reference show that name as the default."""
+    assert f"; {defaults_of(nb.compress_gradients)[argument]:,} by default." in " ".join(
+        nb.compress_gradients.__doc__.split()
+    )

@@ -87,9 +87,9 @@ def compress_gradients(
         optimizer: the optimizer that will step, to check that momentum is applied once (``dgc`` applies it before
             the wire).
         message_nbytes: payloads of several buckets are collected into one message until a rank has this many bytes to
-            send.
+            send; 131,072 by default.
         early_nbytes: the small parameters at the model's end are sent before backward ends if they have at least this
-            many bytes.
+            many bytes; 32,768 by default.
 
     A parameter that is replaced, added or thawed later would not be averaged, so the next step raises an error. So does
     the next step after the model was converted to another dtype. Call the handle's ``remove()`` before such a change,
