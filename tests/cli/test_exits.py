@@ -14,11 +14,13 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+import narrowband
 from narrowband.bench.models import GPT, MODELS
 from narrowband.bench.ranks import Loopback, RankError, run_ranks
 from narrowband.cli.exits import CONVENTION, check_folder, check_output, finish
@@ -457,6 +459,15 @@ def test_what_was_measured_is_shown_though_it_cannot_be_kept(narrow, given, line
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
     assert (code, err) == (1, "kept.json: File too large; make room, or give another place\n")
     assert shown in out
+
+
+def test_a_python_without_the_packages_that_commands_need_says_so():
+    """Without ``site`` there are none, as where the clone is on the path of another Python."""
+    env = {**os.environ, "PYTHONPATH": str(Path(narrowband.__file__).parents[1])}
+    command = [sys.executable, "-S", "-m", "narrowband", "--version"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"\S+ lacks the package rich: pip install \. in the clone installs it\n", done.stderr)
 
 
 @pytest.mark.parametrize("line", ["lab --help", *thorough("bench ddp --help", "codecs")])

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from narrowband.cli.exits import CONVENTION, DEBUG, finish
+from narrowband.cli.exits import CONVENTION, DEBUG, WRONG, finish
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +60,11 @@ _EXAMPLES = (
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` when None) and return its exit code."""
-    from rich.console import Console
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError as error:  # without Rich there is no console to say so on
+        sys.stderr.write(f"{sys.executable} lacks the package {error.name}: pip install . in the clone installs it\n")
+        return WRONG
 
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
