@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import io
 import math
@@ -229,6 +230,37 @@ def test_state_has_what_tells_batches_apart_and_fits_other_blocks_too(shares):
     results = run_ranks(resumed_on_batches_of_any_size, 3, shares)
     assert all_equal([tensor for result in results for tensor in result[:2]])
     assert [result[2:] for result in results] == [(3, {})] * 3
+
+
+def resumed_with_smaller_batches(rank, world_size, early):
+    """An epoch in batches of 15, and one in batches of 14, of which a rank has as many rows. The state of the model is
+    loaded before the second, and the sampler is made before that or after it.
+    """
+    data = TensorDataset(*batch(0, 60))
+
+    def begin():
+        model = nb.CodedDataParallel(mlp(), 2)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loader_of(model, size):
+        return DataLoader(data, batch_sampler=model.sampler(data, size, drop_last=True))
+
+    model, optimizer = begin()
+    train(model, loader_of(model, 15), optimizer, [0])
+    state = copy.deepcopy(model.state_dict())
+    train(model, loader_of(model, 14), optimizer, [1])
+    straight = flat(model)
+    model, optimizer = begin()
+    loader = loader_of(model, 14) if early else None
+    model.load_state_dict(state)
+    train(model, loader or loader_of(model, 14), optimizer, [1])
+    return straight, flat(model)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["made before the state is loaded", "made after it"])
+def test_a_sampler_that_is_made_before_the_state_is_loaded_gives_the_batches_of_a_run_that_was_not_stopped(early):
+    results = run_ranks(resumed_with_smaller_batches, 3, early)
+    assert all_equal([tensor for result in results for tensor in result])
 
 
 def randomness(rank, world_size):

@@ -28,7 +28,7 @@ what is sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, combinations
@@ -173,16 +173,16 @@ class Assignment:
         own = [place for block in self.held(rank) for place in range(starts[block], starts[block + 1])]
         return own + own[-1:] * ((length or max(self.work(samples))) - len(own))
 
-    def length(self, samples: int, taken: dict[int, int]) -> int:
+    def length(self, samples: int, taken: Mapping[int, int]) -> int:
         """Return the number of rows of all nodes: the smallest that no mini-batch of another size has taken, so that
         the number of rows identifies the size of the mini-batch.
 
         Args:
             samples: number of samples of the mini-batch.
-            taken: number of rows → samples of the mini-batch; this one is added.
+            taken: number of rows → samples of the mini-batches that have it.
         """
         length = max(self.work(samples))
-        while taken.setdefault(length, samples) != samples:
+        while taken.get(length, samples) != samples:
             length += 1
         return length
 
@@ -221,7 +221,8 @@ class CodedSampler(Sampler[list[int]]):
         shuffle: draw a new order for each epoch.
         seed: seed of the order; the same on all nodes.
         drop_last: leave out the last mini-batch if it is smaller.
-        lengths: the ``taken`` of :meth:`Assignment.length`, by which the model identifies mini-batches.
+        lengths: the ``taken`` of :meth:`Assignment.length`, by which the model identifies mini-batches. An epoch
+            adds to it when it begins: until then the model may load that of the run that it goes on with.
 
     Raises:
         ValueError: a mini-batch with fewer samples than there are blocks.
@@ -243,11 +244,10 @@ class CodedSampler(Sampler[list[int]]):
         self._shuffle, self._seed, self._epoch = shuffle, seed, 0
         full, rest = divmod(self._numel, batch_size)
         self._batches = [batch_size] * full + [rest] * (rest > 0 and not drop_last)
-        taken = {} if lengths is None else lengths
-        self._rows = {
-            samples: assignment.rows(rank, samples, assignment.length(samples, taken))
-            for samples in dict.fromkeys(self._batches)
-        }
+        self._assignment, self._rank = assignment, rank
+        self._lengths = {} if lengths is None else lengths
+        for samples in dict.fromkeys(self._batches):
+            assignment.sizes(samples)  # raises for too small mini-batches
 
     def set_epoch(self, epoch: int) -> None:
         """Draw another order, as with a DistributedSampler. Call it before each epoch, on all nodes."""
@@ -262,10 +262,16 @@ class CodedSampler(Sampler[list[int]]):
             order = torch.randperm(self._numel, generator=draw, device="cpu")
         else:
             order = torch.arange(self._numel, dtype=torch.int64, device="cpu")
-        begin = 0
+        rows, begin = {samples: self._rows(samples) for samples in dict.fromkeys(self._batches)}, 0
         for samples in self._batches:
-            yield order[begin:][torch.tensor(self._rows[samples], dtype=torch.int64, device="cpu")].tolist()
+            yield order[begin:][rows[samples]].tolist()
             begin += samples
+
+    def _rows(self, samples: int) -> torch.Tensor:
+        """Return the indices, within a mini-batch of this size, of this node's rows."""
+        length = self._assignment.length(samples, self._lengths)
+        self._lengths[length] = samples
+        return torch.tensor(self._assignment.rows(self._rank, samples, length), dtype=torch.int64, device="cpu")
 
 
 @lru_cache(maxsize=1024)  # called in every step, with few different sizes of mini-batches

@@ -258,7 +258,9 @@ class CodedDataParallel(nn.Module):
         if len(lengths) != 1:
             raise ValueError(f"split takes tensors with equally many rows, not {sorted(lengths)}")
         samples = lengths.pop()
-        rows = self.assignment.rows(self._rank, samples, self.assignment.length(samples, self._lengths))
+        length = self.assignment.length(samples, self._lengths)
+        self._lengths[length] = samples
+        rows = self.assignment.rows(self._rank, samples, length)
         return tuple(tensor[torch.tensor(rows, dtype=torch.int64, device=tensor.device)] for tensor in tensors)
 
     @contextmanager
