@@ -175,9 +175,9 @@ def by_what_is_faster(rank, world_size, per_byte):
     def nothing():
         pass
 
-    def slow_multicast(name, group):
+    def slow_multicast(name, group, timeout):
         assert name == "auto"
-        return SlowMulticast(group)
+        return SlowMulticast(group, timeout)
 
     Behind.per_byte = per_byte
     with (

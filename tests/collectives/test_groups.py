@@ -13,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from narrowband.collectives import Loan, borrow, group_of, new_group
+import narrowband as nb
+from narrowband.averaging.replicas import _relay
+from narrowband.collectives import Loan, Peers, borrow, group_of, groups, new_group
+from narrowband.collectives.primitives import all_to_all
 from tests.gradients.training import compress, mlp, train, wrap
 from tests.ranks import run_ranks
 
@@ -159,3 +162,47 @@ def times_out(rank, world_size, seconds):
 def test_ranks_wait_no_longer_to_connect_than_for_an_answer(seconds, connects_in):
     """Gloo waits five time-outs for a rank that died while ranks connect."""
     assert run_ranks(times_out, 2, seconds) == [([connects_in], seconds, 2)] * 2
+
+
+def messages_of_a_late_rank(rank, world_size):
+    """What arrives of rank 0, which is later by more than ranks had to connect, and by less than the time-out."""
+    connects_in, groups.to_connect = groups.to_connect, lambda _: timedelta(seconds=1)
+    try:
+        group = borrow(dist.group.WORLD, CPU).group
+        coded = nb.CodedDataParallel(torch.nn.Linear(3, 1), 1, "broadcast")
+    finally:
+        groups.to_connect = connects_in
+    total(group)  # ranks connect
+    coded_gradient(coded)
+    peers = Peers.of(group)
+    peers.open_pairs(CPU)
+    received, piece = torch.zeros(2), torch.full((1,), 5 - 5 * rank, dtype=torch.uint8)
+    found = []
+    for get in (
+        lambda: all_to_all(received, torch.arange(2.0) + 2 * rank, [1, 1], [1, 1], peers).wait() or received,
+        lambda: (_relay([piece], [[1]], rank, group), piece)[1],
+        lambda: coded_gradient(coded),
+    ):
+        dist.barrier()
+        if not rank:
+            time.sleep(2.5)
+        try:
+            found.append(get().tolist())
+        except RuntimeError as error:
+            found.append(str(error))
+    peers.close()
+    return found
+
+
+def coded_gradient(model):
+    model.zero_grad()
+    (x,) = model.split(torch.ones(4, 3))
+    model(x).sum().backward()
+    return model.module.bias.grad.clone()
+
+
+def test_a_message_may_take_as_long_as_the_time_out_of_the_group():
+    """And not as long as ranks had to connect, for which gloo waits by itself where only two ranks take part."""
+    first, second = run_ranks(messages_of_a_late_rank, 2)
+    assert first == [[0.0, 2.0], [5], [2.0]]
+    assert second == [[1.0, 3.0], [5], [2.0]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,8 +14,9 @@ from narrowband.errors import UnsupportedError
 from narrowband.transport import connect, probe
 from narrowband.transport.sockets import MulticastSocket
 from tests.coded.training import batch, gradient, loss_of, mlp
+from tests.gradients.training import refusal
 from tests.ranks import run_ranks
-from tests.transport.exchanges import LIMIT_S, Deaf, capture
+from tests.transport.exchanges import LIMIT_S, Deaf, capture, wait_for
 
 
 def choose(rank, world, socket_class):
@@ -63,3 +65,35 @@ def test_gradients_by_multicast_are_those_by_broadcast_to_the_bit():
     assert [name for name, _ in by_multicast] == ["multicast"] * 4
     for (_, gradients), (_, expected) in zip(by_multicast, by_broadcast, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+def given_up(rank, world, name):
+    """What ranks say of rank 0, which takes no second step, when the time-out has become short after set-up."""
+    group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+    before = group._get_backend(torch.device("cpu")).options._timeout
+    model = nb.CodedDataParallel(mlp(), 2, name)
+
+    def step():
+        x, y = model.split(*batch(0, 24))
+        loss_of(model(x), y).backward()
+
+    step()
+    group.set_timeout(timedelta(seconds=1))
+    key, said = f"{name} given up", None
+    try:
+        if rank:
+            said = refusal(step)
+            store.add(key, 1)
+        else:
+            wait_for(lambda: store.add(key, 0) == world - 1)
+    finally:
+        group.set_timeout(before)
+    return said
+
+
+@pytest.mark.parametrize("name", ["multicast", "broadcast"])
+def test_a_time_out_that_is_changed_later_holds_for_the_transport_too(name):
+    """With that of the set-up, of minutes, ranks would wait for rank 0 in vain, which waits for them."""
+    _, *told = run_ranks(given_up, 3, name, timeout_s=LIMIT_S)
+    for error, _ in told:
+        assert error == ("RanksLostError" if name == "multicast" else "RuntimeError")

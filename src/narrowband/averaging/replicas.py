@@ -16,7 +16,7 @@ from torch import nn
 from narrowband.averaging.agreement import Agreement
 from narrowband.averaging.flat import GROUP_NBYTES, empty_like, groups_of, local, parts_of, real, rows_of
 from narrowband.averaging.who import ddps_in, handles_of
-from narrowband.collectives import Peers, can_send_from
+from narrowband.collectives import Peers, can_send_from, wait_for
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -251,12 +251,14 @@ def _relay(
         # Gloo sends from CPU memory.
         memory = piece.cpu() if dist.get_backend(group) == "gloo" else piece
         if place:
-            dist.recv(memory, group=group, group_src=chain[place - 1])
+            coming = dist.irecv(memory, group=group, group_src=chain[place - 1])
+            assert coming is not None
+            wait_for(coming, group)
             piece.copy_(memory)
             received += piece.numel()
         if place + 1 < len(chain):
             sending.append((dist.isend(memory, group=group, group_dst=chain[place + 1]), memory))
     for work, _ in sending:
         if work is not None:
-            work.wait()
+            wait_for(work, group)
     return received

@@ -210,9 +210,9 @@ def choose_redundancy(
     loan = borrow(users, device)
     own, transports = loan.hand_over(), []
     try:
-        transports.append(connect(transport, own) if isinstance(transport, str) else transport)
+        transports.append(connect(transport, own, loan.timeout) if isinstance(transport, str) else transport)
         if transport == "auto" and transports[0].multicast:
-            transports.append(Broadcast(own))
+            transports.append(Broadcast(own, loan.timeout))
         plains = [BlockAverage(one_each, rank, numels, each, device=device) for each in transports]
         seconds = torch.tensor(
             [

@@ -20,8 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -191,9 +190,12 @@ class CodedDataParallel(nn.Module):
         self._rank = dist.get_rank(users)
         # A group of our own, so that the user's collectives do not interleave with our messages.
         loan = borrow(users, device)
-        own, timeout = loan.hand_over(), _timeout_of(users, device)
+        own = loan.hand_over()
+        self._followed = loan if isinstance(transport, str) else None  # whose time-out the transport has
         try:
-            self.transport = connect(transport, own, timeout, **limits) if isinstance(transport, str) else transport
+            self.transport = (
+                connect(transport, own, loan.timeout, **limits) if isinstance(transport, str) else transport
+            )
             self._average = BlockAverage(
                 self.assignment,
                 self._rank,
@@ -391,6 +393,8 @@ class CodedDataParallel(nn.Module):
         self._samples += samples
         if not syncs:
             return
+        if self._followed is not None and self._followed.follow() and self._followed.timeout is not None:
+            self.transport.wait_at_most(self._followed.timeout)
         average = self._average.average(self._samples)
         self._samples = self._forwards = 0
         begin = 0
@@ -434,12 +438,3 @@ def _use_once(bits: int, device: torch.device) -> None:
         kernels.fixed_sum(codes, [4], out)
     kernels.fixed_decode(codes[:4], codes, [4], total[:4])
     kernels.fixed_dequantize(total, x, math.ldexp(1.0, -4))
-
-
-def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """Return the time-out of the user's group, for our own group to use; None if it is not known."""
-    try:
-        options = cast("dist.ProcessGroup", group)._get_backend(device).options
-    except (RuntimeError, AttributeError):  # a backend without options
-        return None
-    return cast("timedelta | None", getattr(options, "_timeout", None))

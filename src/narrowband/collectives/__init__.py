@@ -23,6 +23,7 @@ from narrowband.collectives.groups import (
     group_or,
     new_group,
     to_connect,
+    wait_for,
     waiting_in,
 )
 from narrowband.collectives.operand import Operand
@@ -55,5 +56,6 @@ __all__ = [
     "new_group",
     "shares_of",
     "to_connect",
+    "wait_for",
     "waiting_in",
 ]

@@ -17,15 +17,24 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
-__all__ = ["Loan", "borrow", "can_send_from", "group_of", "group_or", "new_group", "to_connect", "waiting_in"]
+__all__ = [
+    "Loan",
+    "borrow",
+    "can_send_from",
+    "group_of",
+    "group_or",
+    "new_group",
+    "to_connect",
+    "wait_for",
+    "waiting_in",
+]
 
 #: Gloo waits this many time-outs for a connection. (In the first of them the ranks' addresses have to arrive.)
 _TIMEOUTS_TO_CONNECT = 5
@@ -36,23 +45,33 @@ _PAUSES = timedelta(seconds=5)
 
 @dataclass(eq=False)
 class Loan:
-    """A process group that is lent to one borrower alone."""
+    """A process group that is lent to one borrower alone.
+
+    Attributes:
+        group: the group, until it is handed over.
+        timeout: its time-out; None if it is not known.
+    """
 
     group: dist.ProcessGroup
     number: int
     _shelf: _Shelf
     _timeout_of_like: Callable[[], timedelta | None]
-    _timeout: timedelta | None
+    timeout: timedelta | None
     #: Whether a collective failed in the group, which then cannot be lent again.
     broken: bool = False
     _handed_over: weakref.ref[dist.ProcessGroup] | None = None
 
-    def follow(self) -> None:
-        """Take over the time-out of the group that this one was borrowed like, if it was changed since then."""
+    def follow(self) -> bool:
+        """Take over the time-out of the group that this one was borrowed like, if it was changed since then. Return
+        whether it was; if the group was handed over, only :attr:`timeout` has changed.
+        """
         timeout = self._timeout_of_like()
-        if timeout is not None and timeout != self._timeout:
-            self._timeout = timeout
+        if timeout is None or timeout == self.timeout:
+            return False
+        self.timeout = timeout
+        if self._handed_over is None:
             self.group.set_timeout(timeout)
+        return True
 
     def hand_over(self) -> dist.ProcessGroup:
         """Return the group, and refer to it only weakly from now on.
@@ -212,6 +231,21 @@ def to_connect(timeout: timedelta) -> timedelta:
     all, but not less than a busy machine may need.
     """
     return min(timeout, max(_PAUSES, timeout / _TIMEOUTS_TO_CONNECT))
+
+
+def wait_for(message: dist.Work, group: dist.ProcessGroup | None) -> None:
+    """Wait for a message from or to a single rank, as long as the group's time-out says.
+
+    By itself gloo waits for as long as the group was told when it was made (:func:`to_connect`), whatever was set
+    later. That is so for messages of this kind alone, not for collectives.
+    """
+    group, timeout = group_or(group), None
+    if dist.get_backend(group) == "gloo":  # with NCCL, a wait that has a time-out holds the CPU up
+        timeout = _timeout_of(group, torch.device("cpu"))
+    if timeout is None:
+        message.wait()
+    else:
+        message.wait(timeout)
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from narrowband.collectives.groups import wait_for
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -103,7 +105,7 @@ class _Rotation:
                 sending = dist.isend(parts[target], group=peers.group, tag=_TAG, group_dst=target)
                 for work in (receiving, sending):
                     if work is not None:
-                        work.wait()
+                        wait_for(work, peers.group)
         except Exception as error:
             self._future.set_exception(error)  # type: ignore[arg-type]
         else:

@@ -13,6 +13,7 @@ from narrowband.transport.contract import Transport, check_exchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
     from torch import Tensor
 
@@ -26,19 +27,21 @@ class Broadcast(Transport):
     after the other.
 
     In step s of n − 1, rank i sends to rank i + s and receives from rank i − s. Beside the buffers, this takes the
-    memory of what one pair exchanges in one step. The time-out of the group bounds the time.
+    memory of what one pair exchanges in one step.
 
     If an exchange breaks off, as by Ctrl-C, ranks are at different places in it. So the group is destroyed: this closes
     its connections, which ends the exchange of ranks that wait for this one.
 
     Args:
         group: the ranks. Pass a group that nothing else uses; the default group is never destroyed.
+        timeout: how long to wait for a rank; None: as long as the group was told when it was made.
     """
 
     name = "broadcast"
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
         self._group: dist.ProcessGroup | None = group
+        self._timeout = timeout
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank(group)
         if dist.get_backend(group) == "nccl":
@@ -83,8 +86,17 @@ class Broadcast(Transport):
             if received.numel():
                 operations.append(dist.P2POp(dist.irecv, received, self._ranks[source], group))
             for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
+                if self._timeout is None or self.device.type != "cpu":  # with NCCL, such a wait holds the CPU up
+                    work.wait()
+                else:  # the group may have been made with less, so that ranks connect in time
+                    work.wait(self._timeout)
             _scatter(received, buffer, wanted[source])
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        """See :meth:`Transport.wait_at_most`."""
+        self._timeout = timeout
+        if self._group is not None:
+            self._group.set_timeout(timeout)
 
     def close(self) -> None:
         self._asked.clear()

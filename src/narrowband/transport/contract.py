@@ -19,6 +19,7 @@ from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
     from torch import Tensor
 
@@ -104,6 +105,10 @@ class Transport(ABC):
             ValueError: malformed buffers or ranges.
             RuntimeError: a rank did not answer in time; a :class:`RanksLostError` if it is known which one.
         """
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        """Change how long exchanges wait for a rank: those that begin from now on, at least."""
+        del timeout  # a transport that has no time-out has none to change
 
     @abstractmethod
     def close(self) -> None:

@@ -65,7 +65,7 @@ class EventLoop:
         self.readmits_next = False
         self.error: RuntimeError | None = None
         self._link, self._members, self._repair = link, members, repair
-        self._rank, self._limits = link.session.rank, members.limits
+        self._rank = link.session.rank
         self._request: _Request | None = None  # the current exchange
         self._began_at = 0.0
         self._rejoining: _Request | None = None  # the request to be let back in, if the caller waits for one
@@ -115,7 +115,7 @@ class EventLoop:
         self._closing = True
         if self._thread.is_alive():
             self._call()
-            self._thread.join(self._limits.timeout_s + SILENCE_S)
+            self._thread.join(self._members.limits.timeout_s + SILENCE_S)
 
     def _call(self) -> None:
         with self._wake_lock:
@@ -170,7 +170,7 @@ class EventLoop:
             delay = self._delay(time.monotonic())
             ready = poller.poll(None if delay is None else delay * 1000)
             now = time.monotonic()
-            if now - before > min(SILENCE_S, self._limits.silence_timeout / 2):
+            if now - before > min(SILENCE_S, self._members.limits.silence_timeout / 2):
                 self._members.attentive_since = now  # this process was stopped: it cannot say that others were silent
             before = now
             if any(descriptor == wake for descriptor, _ in ready):
@@ -278,7 +278,7 @@ class EventLoop:
             return True
         if self._closing_at is None:
             self._closing_at = now
-        if now - self._closing_at > self._limits.timeout_s:
+        if now - self._closing_at > self._members.limits.timeout_s:
             return True
         return all(self._members.is_silent(peer, now, self._closing_at) for peer in self._repair.needing)
 

@@ -41,7 +41,7 @@ def connect(
     Args:
         name: one of ``TRANSPORTS``.
         group: the ranks.
-        timeout: the group's time-out, which multicast uses, too.
+        timeout: how long to wait for a rank; None: as long as the transport does by default.
         max_failures: how many ranks may be lost, 0 or 1. 1 requires multicast: a process group waits for all members.
         silence_timeout: seconds without a sign of life after which a rank is lost; None: only the time-out counts.
         readmits: whether a lost rank may return.
@@ -59,7 +59,7 @@ def connect(
             "members"
         )
     if name == "broadcast" or (name == "auto" and dist.get_world_size(group) <= 2 and not max_failures):
-        return Broadcast(group)
+        return Broadcast(group, timeout)
     limits: dict[str, Any] = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
     try:
         return Multicast(group, **limits, silence_timeout=silence_timeout, max_failures=max_failures, readmits=readmits)
@@ -70,4 +70,4 @@ def connect(
             raise UnsupportedError(f"max_failures={max_failures} needs multicast, but {error}") from error
         if dist.get_rank(group) == 0:
             log.warning("packets are sent by broadcast, once for each rank that needs them: %s", error)
-        return Broadcast(group)
+        return Broadcast(group, timeout)

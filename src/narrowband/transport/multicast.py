@@ -32,6 +32,7 @@ from narrowband.transport.repair import Repair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
     from torch import Tensor
 
@@ -145,6 +146,10 @@ class Multicast(Transport):
     def rejoin(self) -> None:
         """See :meth:`Transport.rejoin`. Waits until ``timeout_s`` after the last answer of the others."""
         self._loop.rejoin()
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        """See :meth:`Transport.wait_at_most`."""
+        self._members.limits = replace(self._members.limits, timeout_s=timeout.total_seconds())
 
     def exchange(self, outgoing: Tensor, incoming: Sequence[Tensor | None], wanted: Wanted) -> None:
         """See :meth:`Transport.exchange`.
