@@ -15,15 +15,16 @@ from tests.ranks import run_ranks
 from tests.updates.peers import join, train_until_the_newcomer_has_seen_enough
 
 
-def resumed(rank, world_size, address, at):
-    whole, optimizer, handle = join(address, rank, begin_with=world_size, run="whole", outer="auto")
+def resumed(rank, world_size, address, spec, at):
+    options = {"spec": spec, "begin_with": world_size, "outer": "auto"}
+    whole, optimizer, handle = join(address, rank, run="whole", **options)
     train(whole, rank, range(8), optimizer)
     handle.remove()
-    model, optimizer, handle = join(address, rank, begin_with=world_size, run="begun", outer="auto")
+    model, optimizer, handle = join(address, rank, run="begun", **options)
     train(model, rank, range(at), optimizer)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
     handle.remove()
-    model, optimizer, handle = join(address, rank, begin_with=world_size, run="resumed", outer="auto")
+    model, optimizer, handle = join(address, rank, run="resumed", **options)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     handle.load_state_dict(saved[2])
@@ -33,10 +34,12 @@ def resumed(rank, world_size, address, at):
     return torch.equal(flat(whole), flat(model)), begun, handle.rounds
 
 
-@pytest.mark.parametrize("at", [4, 5])
-def test_a_run_that_was_stopped_goes_on_to_the_bit(store, at):
+@pytest.mark.parametrize(
+    ("spec", "at"), [("topk:density=0.1+ef", 4), ("topk:density=0.1+ef", 5), ("uniform:bits=4+ef:store=int8", 5)]
+)
+def test_a_run_that_was_stopped_goes_on_to_the_bit(store, spec, at):
     """And counts its rounds on: the beginning, and one after every second step."""
-    assert run_ranks(resumed, 2, store, at, group=False) == [(True, 3, 5)] * 2
+    assert run_ranks(resumed, 2, store, spec, at, group=False) == [(True, 3, 5)] * 2
 
 
 def resumed_at_steps_of_its_own(rank, world_size, address):
@@ -68,6 +71,7 @@ def resumed_and_joined(rank, world_size, address):
         wrong["updates"]["rounds"] = -1
         handle.remove()
         model, optimizer, handle = join(address, rank, **options, run="resumed")
+        came = handle.rounds
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         refused = refusal(lambda: handle.load_state_dict(wrong))
@@ -76,13 +80,16 @@ def resumed_and_joined(rank, world_size, address):
     else:
         side.wait(["going"])
         model, optimizer, handle = join(address, rank, **options, run="resumed")
+        came = handle.rounds
     seen = train_until_the_newcomer_has_seen_enough(model, 2 * rank, optimizer, handle, side)
     handle.remove()
-    return seen
+    return seen, came
 
 
 def test_who_comes_to_a_run_that_goes_on_counts_its_rounds_as_the_others(store):
-    first, second = run_ranks(resumed_and_joined, 2, store, group=False)
+    """And so knows that the run did not begin with it, where the count is 1, so that there is nothing to load."""
+    (first, begins), (second, comes) = run_ranks(resumed_and_joined, 2, store, group=False)
+    assert (begins, comes > 11) == (1, True)
     assert min(first) == 12  # the beginning, ten rounds, and the first of those that follow
     assert len(first.keys() & second.keys()) >= 3
     assert all(torch.equal(first[rounds], second[rounds]) for rounds in first.keys() & second.keys())
