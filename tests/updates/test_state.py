@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.gradients.training import flat, loss_of, refusal, sgd, train
+from tests.gradients.training import flat, heard, loss_of, refusal, sgd, train
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 from tests.updates.test_fragments import Seen
@@ -50,6 +50,28 @@ def resumed_by_dcp(rank, world_size, folder, spec, with_handle):
 def test_the_steps_by_which_dcp_makes_states_are_no_steps_of_a_round(spec, with_handle, tmp_path):
     """They made a round of the parameters before loading and after."""
     assert run_ranks(resumed_by_dcp, 2, tmp_path, spec, with_handle) == [(True, 0)] * 2
+
+
+def saved_by_dcp_between_rounds(rank, world_size, folder, options):
+    """What is logged when DCP saves after five steps, and right after a round."""
+    model, optimizer, handle = begin("topk:density=0.1+ef", every=3, **options)
+    train(model, rank, range(5), optimizer)
+    found = []
+    for when in ("between rounds", "after one"):
+        with heard() as said:
+            own, steps = get_state_dict(model, optimizer)
+            dcp.save({"model": own, "optimizer": steps, "handle": handle.stateful}, checkpoint_id=f"{folder}/{when}")
+        found.append([text for text in said if "stateful" in text])
+        handle.average()
+    return found
+
+
+@pytest.mark.parametrize("options", [{"residuals": "in-place"}, {"fragments": 2}])
+def test_what_dcp_saves_between_rounds_is_said_to_lose_the_steps_of_other_replicas(options, tmp_path):
+    (((said,), after), *others) = run_ranks(saved_by_dcp_between_rounds, 2, str(tmp_path), options)
+    assert "a run that resumes from it loses the steps of the others: call average() on all ranks first" in said
+    assert after == []
+    assert others == [[[], []]]
 
 
 def after_a_forward_pass(rank, world_size, options):

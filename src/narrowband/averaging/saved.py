@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from os import PathLike
 
 __all__ = ["Saved", "states_in"]
@@ -37,13 +37,19 @@ class Handle(Protocol):
 
 
 class Saved:
-    """A handle as DCP saves and loads it (``torch.distributed.checkpoint.stateful.Stateful``)."""
+    """A handle as DCP saves and loads it (``torch.distributed.checkpoint.stateful.Stateful``).
 
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
+    Args:
+        handle: the handle.
+        look: called before a state is returned.
+    """
+
+    def __init__(self, handle: Handle, look: Callable[[], None] = lambda: None) -> None:
+        self._handle, self._look = handle, look
 
     def state_dict(self) -> dict[str, bytes]:
         """Return this rank's state, under a name of its own."""
+        self._look()
         written = io.BytesIO()
         torch.save(self._handle.state_dict(), written)
         return {_name(self._handle): written.getvalue()}

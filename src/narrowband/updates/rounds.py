@@ -49,6 +49,7 @@ from narrowband.updates.stepping import Strangers, facts_of, in_training, watch
 
 if TYPE_CHECKING:
     from narrowband.averaging.agreement import Facts
+    from narrowband.averaging.saved import Saved
     from narrowband.codecs import Codec
     from narrowband.feedback import Compression, Method
 
@@ -551,6 +552,24 @@ class UpdateCompression(Handle):
         state, tensors = super().state_dict(), self._averaged.tensors()
         steps, skipped, under_way = self._steps, self._skipped, self._under_way
         return state | {"updates": self._saved.written(tensors, steps=steps, skipped=skipped, under_way=under_way)}
+
+    @property
+    def stateful(self) -> Saved:
+        """See :attr:`Handle.stateful`. Save right after :meth:`average`: of parameters, that differ between two rounds,
+        ``torch.distributed.checkpoint`` keeps those of one replica for all.
+        """
+        from narrowband.averaging.saved import Saved
+
+        return Saved(self, self._warn_of_one_for_all)
+
+    def _warn_of_one_for_all(self) -> None:
+        if self._peers.rank == 0 and any(fragment.anchored for fragment in self._fragments):
+            log.warning(
+                "stateful: replicas have taken steps since the last round, so their parameters differ. What "
+                "torch.distributed.checkpoint saves now has, for each parameter, that of one replica alone, and a run "
+                "that resumes from it loses the steps of the others: call average() on all ranks first, or save one "
+                "file per rank by torch.save"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resume from a :meth:`state_dict`. Call it on all ranks, after loading the states of model and optimizer.
