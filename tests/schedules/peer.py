@@ -28,7 +28,9 @@ from tests.updates.training import nesterov
 __all__ = ["live", "serve_by_command"]
 
 #: The files of which lines are counted.
-_ROUNDS = tuple(f"updates/{name}.py" for name in ("elastic", "connections", "rendezvous", "rounds", "fragments"))
+_ROUNDS = tuple(
+    f"updates/{name}.py" for name in ("elastic", "newcomers", "connections", "rendezvous", "rounds", "fragments")
+)
 
 #: Nobody gives up before this, and no schedule takes as long.
 PATIENCE_S = 300.0
@@ -229,7 +231,9 @@ class Peer:
                 except KeyboardInterrupt:
                     self.quiet = True
                     self.send("interrupted")
-                    self.own_weight = self.handle._counted if self.s["weigh"] != "steps" else float(self.handle.steps)
+                    self.own_weight = (
+                        self.handle._weight.counted if self.s["weigh"] != "steps" else float(self.handle.steps)
+                    )
                 sys.settrace(None)
         self.send("last", self.handle.rounds, flat(self.model), self.done)
         self.handle.remove()

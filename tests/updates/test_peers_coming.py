@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import narrowband as nb
 from narrowband.averaging import replicas
-from narrowband.updates import elastic
+from narrowband.updates import newcomers
 from narrowband.updates import rounds as rounds_of
 from tests.gradients.training import flat, heard, mlp, refusal, sgd, train
 from tests.ranks import run_ranks
@@ -110,13 +110,13 @@ def corrupted(rank, world_size, address):
                 with torch.no_grad():
                     next(model.buffers()).view(torch.int32)[3, 3] ^= 1  # the first of what was sent
 
-        rounds_of.begin_with_the_first = elastic.begin_with_the_first = begun
+        rounds_of.begin_with_the_first = newcomers.begin_with_the_first = begun
     with heard() as messages:
         model, optimizer, handle = join(address, rank, begin_with=2, exchange_s=LONG_S)
         seen = train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side)
     handle.remove()
     if rank == 2:
-        rounds_of.begin_with_the_first = elastic.begin_with_the_first = begin
+        rounds_of.begin_with_the_first = newcomers.begin_with_the_first = begin
         return seen, len(transfers), any("differ from those that were sent" in message for message in messages)
     return seen, 0, any("broke off" in message for message in messages)
 
@@ -143,7 +143,7 @@ def truncated(rank, world_size, address):
             for p in model.parameters():
                 p.add_(1.0)
         side.wait(["going"])
-        begin = elastic.begin_with_the_first
+        begin = newcomers.begin_with_the_first
 
         def begun(model, group):
             try:
@@ -152,9 +152,9 @@ def truncated(rank, world_size, address):
                 got.append("broke off")
                 raise
 
-        rounds_of.begin_with_the_first = elastic.begin_with_the_first = begun
+        rounds_of.begin_with_the_first = newcomers.begin_with_the_first = begun
     if rank == 0:
-        isend, begin = dist.isend, elastic.begin_with_the_first
+        isend, begin = dist.isend, newcomers.begin_with_the_first
 
         def sending(*given, **options):
             sent.append(isend(*given, **options))
@@ -171,7 +171,7 @@ def truncated(rank, world_size, address):
             finally:
                 dist.isend = isend
 
-        elastic.begin_with_the_first = rounds_of.begin_with_the_first = begun
+        newcomers.begin_with_the_first = rounds_of.begin_with_the_first = begun
     model, optimizer, handle = join(address, rank, model=model, begin_with=2, exchange_s=LONG_S)
     seen = train_until_the_newcomer_has_seen_enough(model, rank, optimizer, handle, side)
     handle.remove()
@@ -222,7 +222,7 @@ def test_who_would_train_something_else_is_told_and_disturbs_nobody(store):
 )
 def test_all_that_has_to_be_equal_is_compared_before_a_peer_is_let_in(name, options):
     from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
-    from narrowband.updates.elastic import _facts
+    from narrowband.updates.newcomers import facts_of_peer
     from narrowband.updates.settings import Rounds
 
     def facts(model, outer=nesterov, message_nbytes=MESSAGE_NBYTES, momentum=0.0):
@@ -230,7 +230,7 @@ def test_all_that_has_to_be_equal_is_compared_before_a_peer_is_let_in(name, opti
             "none", min_numel=64, warmup_steps=0, seed=0, collective="auto", small="uncompressed",
             message_nbytes=message_nbytes, early_nbytes=EARLY_NBYTES, grad_scaler=None, connected=False,
         )  # fmt: skip
-        return _facts(model, [sgd(model, momentum=momentum)], settings, Rounds(2, outer))
+        return facts_of_peer(model, [sgd(model, momentum=momentum)], settings, Rounds(2, outer))
 
     other = mlp()
     if name == "buffer extra":

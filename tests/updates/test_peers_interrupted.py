@@ -19,6 +19,9 @@ from tests.gradients.training import flat, loss_of, refusal, sgd, train
 from tests.ranks import run_ranks
 from tests.updates.peers import LONG_S, Normed, everything, join
 
+#: The files of rounds among peers, at the lines of which Ctrl-C comes.
+_ROUNDS = tuple(f"updates/{name}.py" for name in ("elastic", "newcomers", "connections", "rendezvous"))
+
 
 def interrupted(rank, world_size, address, where):
     """Peer 2 is interrupted in its fourth round, and its program goes on: what all have after each round; what it
@@ -167,7 +170,7 @@ def interrupt(stop_at, passed, until=None):
 
     def traced(frame, event, _):
         code = frame.f_code
-        if not code.co_filename.endswith(("updates/elastic.py", "updates/connections.py", "updates/rendezvous.py")):
+        if not code.co_filename.endswith(_ROUNDS):
             return None
         if code.co_name == until:
             sys.settrace(None)

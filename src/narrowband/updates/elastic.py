@@ -9,41 +9,36 @@ Copies of updates and residuals are kept until all peers have voted. If the exch
 restored, and the round is held again among the remaining peers. So a broken round loses no part of an update, and no
 update is applied twice. A peer that was left out contributes its update in the round in which it returns.
 
-The mean is weighted by the steps that each peer has taken since it was last in a round, or by what it has counted in
-them, such as tokens. A peer that has just come has weight 0.
-
+The mean is weighted by what each peer has done since it was last in a round (:mod:`narrowband.updates.weights`). A peer
+that has just come has weight 0; :mod:`narrowband.updates.newcomers` says what it must have in common with the others.
 :mod:`narrowband.updates.connections` connects the peers of a round, and says how long an exchange may take.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import time
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowband.averaging.flat import form_of, real
-from narrowband.averaging.replicas import begin_with_the_first
 from narrowband.averaging.state import check_state, kept
 from narrowband.averaging.warmup import warm_up_alone
-from narrowband.collectives import new_group
 from narrowband.errors import DisagreementError, UnsupportedError
 from narrowband.kernels.compiling import announced
-from narrowband.updates.averaged import floating_buffers
 from narrowband.updates.changed import Changes, all_or_none
 from narrowband.updates.connections import Connections
 from narrowband.updates.fragments import compile_loops
+from narrowband.updates.newcomers import copy_from_the_first, digest, facts_of_peer
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
 from narrowband.updates.rounds import UpdateCompression
-from narrowband.updates.stepping import facts_of, in_training
+from narrowband.updates.stepping import in_training
+from narrowband.updates.weights import Weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,7 +84,7 @@ class ElasticUpdateCompression(UpdateCompression):
         steps = rounds.every if isinstance(rounds.every, int) else _MANY
         self._rules = rendezvous
         self._connections, self._linked = Connections(rendezvous), False
-        self._counted, self._has_counted = 0.0, False
+        self._weight = Weight(rounds.weigh)
         self._changes = Changes()
         self._round = -1  # number of commits since the peers' run began in the store; -1: not in a round yet
         self._has_its_round = True  # whether the parameters are those of `_round`: no later round was left midway
@@ -98,7 +93,7 @@ class ElasticUpdateCompression(UpdateCompression):
         self._unsettled: tuple[View, Callable[[], None], bool] | None = None
         self._rounds_before = 0  # rounds of the run before, from which a state was loaded
         self.peers: tuple[str, ...] = ()
-        facts = _facts(model, optimizers, settings, rounds)
+        facts = facts_of_peer(model, optimizers, settings, rounds)
         self._meeting = Meeting(rendezvous, rendezvous.connect(), facts, self._hang_up)
         with announced("updates"):  # before this peer arrives, since others wait for it from then on
             device = next(p.device for p in model.parameters() if p.requires_grad)
@@ -111,7 +106,7 @@ class ElasticUpdateCompression(UpdateCompression):
                 model, optimizers, settings, group, replace(rounds, every=steps)
             )
             if rounds.weigh != "steps":
-                self._hooks.append(optimizers[0].register_step_pre_hook(in_training(self._check_counted)))
+                self._hooks.append(optimizers[0].register_step_pre_hook(in_training(self._weight.check)))
             self._share(view)
 
         self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
@@ -143,25 +138,10 @@ class ElasticUpdateCompression(UpdateCompression):
             >>> handle.count(batch.numel())
             >>> optimizer.step()
         """
-        if self._rounds.weigh == "steps":
-            raise ValueError(
-                f"count({number}): peers are weighted by their steps; to weight them by what you count, pass "
-                "weigh='tokens', or another unit, to compress_updates on all peers"
-            )
-        if not 0 <= number < math.inf:
-            raise ValueError(f"count({number}): must be a number of {self._rounds.weigh} of at least 0")
-        self._counted += float(number)
-        self._has_counted = True
-
-    def _check_counted(self) -> None:
-        if not self._has_counted:
-            raise RuntimeError(
-                f"weigh={self._rounds.weigh!r}, but handle.count(number) was not called since the last step; call it "
-                f"before every optimizer.step(), with 0 for a step without {self._rounds.weigh}"
-            )
+        self._weight.add(number)
 
     def _after_step(self) -> None:
-        self._has_counted = False
+        self._weight.stepped()
         super()._after_step()
 
     @torch.no_grad()
@@ -181,8 +161,8 @@ class ElasticUpdateCompression(UpdateCompression):
         self._before_step(stepping=False)
         self._changes.end()  # until this round is over
         tensors = self._averaged.tensors()
-        weight = float(self._steps) if self._rounds.weigh == "steps" else self._counted
-        self._steps, self._counted = 0, 0.0
+        weight = self._weight.of(self._steps)
+        self._steps, self._weight.counted = 0, 0.0
         # Otherwise Ctrl-C came in the last round before they were copied, and this peer's buffers must become the
         # others' once more.
         self._has_its_round &= self._whole.buffers_anchored
@@ -398,18 +378,7 @@ class ElasticUpdateCompression(UpdateCompression):
         """Copy the first peer's parameters and averaged buffers to all peers, and its other buffers to new peers. A
         collective.
         """
-        common, own = self._averaged.in_common()
-        begin_with_the_first(_as_module(common), self.process_group)
-        view = self._view
-        if not (own and view.newcomers):
-            return
-        ranks, group = sorted({0, *view.newcomers}), self.process_group
-        if len(ranks) < view.size:
-            assert group is not None
-            mine = ranks if view.rank in ranks else [view.rank]
-            group = new_group(mine, group, timedelta(seconds=self._rules.exchange_s))
-        if view.rank in ranks:
-            begin_with_the_first(_as_module(own), group)
+        copy_from_the_first(self._averaged, self._view, self.process_group, self._rules.exchange_s)
 
     def _hang_up(self) -> None:
         if self._linked:
@@ -428,7 +397,7 @@ class ElasticUpdateCompression(UpdateCompression):
         """Send to peers that are behind what they lack beside parameters and buffers, and check the parameters and
         buffers that arrived. A collective.
         """
-        digests = [_digest(tensors) for tensors in self._averaged.in_common()]
+        digests = [digest(tensors) for tensors in self._averaged.in_common()]
         got = 2 if view.rank in view.newcomers else 1
         sent: list[Any] = [None]
         if view.rank == 0:
@@ -474,12 +443,8 @@ class ElasticUpdateCompression(UpdateCompression):
         state = super().state_dict()
         return state | {
             "updates": state["updates"]
-            | {
-                "weigh": self._rounds.weigh,
-                "counted": self._counted,
-                "scaled by": self._scaled_by,
-                "rounds": self.rounds,
-            }
+            | self._weight.state_dict()
+            | {"scaled by": self._scaled_by, "rounds": self.rounds}
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -505,7 +470,7 @@ class ElasticUpdateCompression(UpdateCompression):
                 "run that goes on gets the others' parameters, and loads no checkpoint. To take all back to a "
                 "checkpoint, start all of them again"
             ) from error
-        self._counted, self._scaled_by = own["counted"], own.get("scaled by", 1.0)
+        self._weight.counted, self._scaled_by = own["counted"], own.get("scaled by", 1.0)
         self._rounds_before = said[0] - self._round
         self._changes.begin(self._averaged)
         self._changes.found = False
@@ -521,13 +486,10 @@ class ElasticUpdateCompression(UpdateCompression):
     def _check_updates(self, state: Mapping[str, Any]) -> None:
         super()._check_updates(state)
         own = state["updates"]
-        if own.get("weigh") != self._rounds.weigh:
-            raise ValueError(f"the state was saved with weigh={own.get('weigh')!r}, here it is {self._rounds.weigh!r}")
+        self._weight.check_state(own)
         if type(rounds := own.get("rounds", 0)) is not int or rounds < 0:
             raise ValueError(f"the state has {rounds!r} for 'rounds'; expected a whole number of at least 0")
-        counted, scaled_by = own.get("counted"), own.get("scaled by", 1.0)
-        if not (isinstance(counted, (int, float)) and 0 <= counted < math.inf):
-            raise ValueError(f"the state has {counted!r} for 'counted'; expected a number of at least 0")
+        scaled_by = own.get("scaled by", 1.0)
         if not (isinstance(scaled_by, (int, float)) and 0 < scaled_by < math.inf):
             raise ValueError(f"the state has {scaled_by!r} for 'scaled by'; expected a number above 0")
 
@@ -565,43 +527,3 @@ class ElasticUpdateCompression(UpdateCompression):
 def _in_a_line(error: BaseException) -> str:
     """Return what an error says, without the C++ stack that PyTorch adds to some."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _as_module(tensors: Sequence[Tensor]) -> nn.Module:
-    """Wrap tensors of a model, without copying, as a module that has only these."""
-    module = nn.Module()
-    for at, x in enumerate(tensors):
-        module.register_buffer(str(at), x)
-    return module
-
-
-def _digest(tensors: Sequence[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for x in tensors:
-        array: Any = real(x.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy()
-        digest.update(array)
-    return digest.hexdigest()
-
-
-def _facts(model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings, rounds: Rounds) -> dict[str, str]:
-    """Return name → value of everything that must be the same on all peers."""
-    buffers, left_out = floating_buffers(model) if rounds.buffers == "average" else ([], [])
-    averaged = [*((name, p) for name, p in model.named_parameters() if p.requires_grad), *buffers]
-    outer = None
-    if callable(rounds.outer):
-        outer = rounds.outer([nn.Parameter(p.detach()) for p in model.parameters() if p.requires_grad])
-    parameters = {
-        f"parameter {name}": f"{tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
-        for name, p in model.named_parameters()
-    } | {f"buffer {name}": f"{tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()}
-    formats = {f"memory format of {name}": form_of(x).memory_format for name, x in averaged if x.dim() > 1}
-    return {
-        "spec": str(settings.compression),
-        "small": str(settings.small),
-        "plan": repr(settings.plan),
-        **settings.facts(),
-        **rounds.facts(outer, left_out),
-        **facts_of(model, optimizers),
-        **parameters,
-        **formats,
-    }
