@@ -242,11 +242,12 @@ def test_a_step_ends_when_its_messages_have_arrived(name):
 
 def by_the_schedule(rank, world_size, name, forward, backward, *options):
     """As on a GPU, where schedules send and receive."""
-    before, Transfers.by_itself = Transfers.by_itself, False
+    before = Transfers.by_itself, Transfers.takes_shorter
+    Transfers.by_itself = Transfers.takes_shorter = False
     try:
         return on_ranks(rank, world_size, name, forward, backward, *options)
     finally:  # this process is a rank of other tests, too
-        Transfers.by_itself = before
+        Transfers.by_itself, Transfers.takes_shorter = before
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])

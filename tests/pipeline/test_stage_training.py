@@ -194,7 +194,32 @@ def one_end_forgot(rank, world_size):
 def test_a_sample_that_one_end_lost_travels_in_full_again():
     sent, _ = run_ranks(one_end_forgot, 2)
     full, few = 24 * 4, nb.codec("qsgd:bits=3").payload_nbytes(24)
-    assert sent == 11 * full + (4 * BATCH - 11) * few
+    assert sent == 11 * full + (4 * BATCH - 11) * few + 4 * MICROBATCHES * 8  # each message has a digest of ids
+
+
+def shuffled_differently(rank, world_size, direction, what):
+    """Two steps of samples that the ranks agree on, and one in which they do not."""
+    options = {direction: "qsgd:bits=4+aq-sgd", "warmup_steps": 3 if what == "warm-up" else 0}
+    stage = nb.CompressedStage(parts(world_size)[rank], rank, world_size, CPU, **options)
+    schedule = schedule_of("1F1B", [stage])
+    for step in range(3):
+        stage.samples = ids(step)
+        if step == 2 and rank == 1:
+            stage.samples = stage.samples.flip(0) if what != "new" else stage.samples + 100
+        if step == 2 and rank == 0 and what == "new on the sender":
+            stage.samples = stage.samples + 100
+        run_step(schedule, [stage], *batch(step))
+
+
+@pytest.mark.parametrize("what", ["order", "new", "new on the sender", "warm-up"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_ranks_that_shuffle_differently_later_are_told(direction, what):
+    """Of new samples, messages are longer than the receiver expects, or shorter."""
+    with pytest.raises(RankError) as error:
+        run_ranks(shuffled_differently, 2, direction, what)
+    assert "PayloadError: step 2, micro-batch 0: a message of" in str(error.value)
+    assert "ranks that shuffle need the same seed in every epoch" in str(error.value)
+    assert "SIGABRT" not in str(error.value)
 
 
 class Far(nn.Module):

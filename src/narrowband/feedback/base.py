@@ -468,6 +468,13 @@ class SampleState(State):
             UnsupportedError, TypeError, ValueError: as :meth:`pack`.
         """
 
+    def most_nbytes(self, codec: Codec, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the most bytes that a payload of such a batch may have, where no sample's part is longer than the
+        sample itself or the payload of its difference.
+        """
+        one = tuple(shape[1:])
+        return math.prod(shape[:1]) * max(math.prod(one) * dtype.itemsize, codec.payload_nbytes(one))
+
     @abstractmethod
     def pack(
         self,

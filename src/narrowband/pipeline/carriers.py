@@ -18,6 +18,7 @@ tensor that holds inf or NaN changes no buffer on either end, and is not finite 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec, SelectingCodec
 
 __all__ = ["At", "AtPlaces", "BySample", "Carrier", "Compensated", "Message"]
+
+#: The length of the digest of sample ids: so long that different ids never have the same.
+_DIGEST_NBYTES = 8
 
 
 class At(NamedTuple):
@@ -80,6 +84,10 @@ class Carrier:
     def payload_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, message: Message) -> int:
         """Return the bytes of a payload, the same number on both ends."""
         return self.codec.payload_nbytes(shape, dtype)
+
+    def label(self, message: Message, nbytes: int) -> bytes:
+        """Return what goes before a payload of so many bytes, for the other end to compare with its own."""
+        return b""
 
     def pack(self, x: Tensor, message: Message, arrived: Tensor | None) -> Tensor:
         """Return the payload of a tensor. Write to ``arrived``, if given, what the other end will decode."""
@@ -194,6 +202,21 @@ class BySample(Carrier):
     def __init__(self, codec: Codec, state: SampleState, name: str) -> None:
         super().__init__(codec)
         self._state, self._name = state, name
+
+    def label(self, message: Message, nbytes: int) -> bytes:
+        """Return in training a digest of the sample ids and of the length, which says what an end holds of them.
+
+        Of ranks that shuffle differently, one would take a sample's buffer for that of another, and no length would
+        tell.
+        """
+        if not message.training:
+            return b""
+        ids = torch.as_tensor(_named(message), dtype=torch.int64, device="cpu").contiguous().numpy().tobytes()
+        return hashlib.blake2b(ids + nbytes.to_bytes(8, "little"), digest_size=_DIGEST_NBYTES).digest()
+
+    def most_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Return the most bytes, label included, of a message in training, whatever samples an end holds."""
+        return _DIGEST_NBYTES + self._state.most_nbytes(self.codec, shape, dtype)
 
     def payload_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, message: Message) -> int:
         if not message.training:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from narrowband.codecs import Codec, Identity, SelectingCodec
-from narrowband.errors import UnsupportedError
+from narrowband.errors import PayloadError, UnsupportedError
 from narrowband.feedback import Compression, Feedback, SampleState, compression
 from narrowband.pipeline.carriers import At, AtPlaces, BySample, Carrier, Compensated, Message
 from narrowband.stats import StepRecord, latest
@@ -231,9 +231,17 @@ class Channel:
             training: see :meth:`pack`.
         """
         self._check_dtype(dtype)
+        message = self._message(at, samples, training)
         if training and self.warming_up(at):
-            return _PLAIN.payload_nbytes(shape, dtype)
-        return self._carrier.payload_nbytes(shape, dtype, self._message(at, samples, training))
+            nbytes = _PLAIN.payload_nbytes(shape, dtype)
+        else:
+            nbytes = self._carrier.payload_nbytes(shape, dtype, message)
+        return len(self._carrier.label(message, nbytes)) + nbytes
+
+    def most_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Return the most bytes that a payload of training may have where its length depends on the samples."""
+        assert isinstance(self._carrier, BySample)
+        return self._carrier.most_nbytes(shape, dtype)
 
     # ---- the sending end ---------------------------------------------------------------------------------------------
 
@@ -272,7 +280,10 @@ class Channel:
         flat = torch.empty_like(x) if (arrived is None and measure) else arrived
         if flat is not None and not flat.is_contiguous():
             flat = torch.empty_like(x)
-        payload = self._pack(x, self._message(at, samples, training, places), flat)
+        message = self._message(at, samples, training, places)
+        payload = self._pack(x, message, flat)
+        if label := self._carrier.label(message, payload.numel()):
+            payload = torch.cat((torch.frombuffer(bytearray(label), dtype=torch.uint8).to(x.device), payload))
         if measure and flat is not None:
             self._measure(x, flat)
         if arrived is not None and flat is not None and flat is not arrived:
@@ -310,7 +321,7 @@ class Channel:
 
         Raises:
             PayloadError: the payload has another length, or an index out of range. Nothing has changed then, and a good
-                copy of the message can be unpacked.
+                copy of the message can be unpacked. With ``aq-sgd``, also if it is of other samples.
         """
         self._check_dtype(out.dtype)
         if training:
@@ -318,11 +329,31 @@ class Channel:
         else:
             at = _EVALUATION
         flat = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        self._unpack(payload, flat, self._message(at, samples, training))
+        message = self._message(at, samples, training)
+        self._unpack(self._unlabelled(payload, message), flat, message)
         if flat is not out:
             out.copy_(flat)
         self._done(at, out, payload, training)
         return out
+
+    def _unlabelled(self, payload: Tensor, message: Message) -> Tensor:
+        """Return a payload without its label.
+
+        Raises:
+            PayloadError: the label is not the one that this end would give it.
+        """
+        size = len(self._carrier.label(message, 0))
+        rest = payload[size:]
+        if size and payload[:size].cpu().numpy().tobytes() != self._carrier.label(message, rest.numel()):
+            assert message.samples is not None
+            first = ", ".join(map(str, torch.as_tensor(message.samples)[:4].tolist()))
+            raise PayloadError(
+                f"step {message.at.step}, micro-batch {message.at.microbatch}: a message of {rest.numel()} bytes does "
+                f"not belong to the samples that are expected here, {first}, … ({len(message.samples)} ids). Set "
+                "stage.samples on all ranks to the same ids in the same order, in every step: ranks that shuffle need "
+                "the same seed in every epoch"
+            )
+        return rest
 
     def _unpack(self, payload: Tensor, out: Tensor, message: Message) -> None:
         if message.training and self.warming_up(message.at):

@@ -21,7 +21,7 @@ from narrowband.pipeline.agreement import Neighbour, agree
 from narrowband.pipeline.averaged_stage import AveragedStage
 from narrowband.pipeline.channel import At, Channel, ChannelStats
 from narrowband.pipeline.pairs import ChannelPairs, compressible
-from narrowband.pipeline.transfers import AHEAD, BACKWARD, FORWARD, Transfers
+from narrowband.pipeline.transfers import BACKWARD, FORWARD, Transfers
 from narrowband.pipeline.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -248,10 +248,7 @@ class CompressedStage(AveragedStage):
         """Begin to receive a micro-batch and the next ones, and return the operations that are left to the schedule."""
         if not self._transfers.by_itself:
             return self._expect(direction, microbatch)
-        side = self._behind if direction else self._before
-        # The length of an aq-sgd message depends on the samples in the messages before it.
-        ahead = 0 if side is None or side.of(0)[direction].by_sample else AHEAD
-        for coming in self._transfers.coming(direction, microbatch, ahead):
+        for coming in self._transfers.coming(direction, microbatch):
             self._expect(direction, coming)
         return []
 
@@ -275,11 +272,7 @@ class CompressedStage(AveragedStage):
             if self._compresses(place):
                 assert side is not None
                 channel = side.of(number)[direction]
-                samples = self._samples(channel, microbatch, place)
-                self._settle(channel, direction, microbatch, samples)
-                nbytes = channel.payload_nbytes(
-                    tuple(place.shape), place.dtype, self._at(microbatch), samples=samples, training=self.has_backward
-                )
+                nbytes = self._room_for(channel, direction, microbatch, place)
                 op.tensor = torch.empty(nbytes, dtype=torch.uint8, device=place.device)
             elif not place.is_contiguous():  # backends receive into contiguous memory only
                 op.tensor = torch.empty(place.shape, dtype=place.dtype, device=place.device)
@@ -287,30 +280,41 @@ class CompressedStage(AveragedStage):
             arriving.append(_Arriving(channel, op.tensor, place, work))
         return ops
 
-    def _settle(self, channel: Channel, direction: int, microbatch: int, samples: Tensor | None) -> None:
-        """Unpack the messages before this one if they bring buffers of its samples, on which its length depends.
+    def _room_for(self, channel: Channel, direction: int, microbatch: int, place: Tensor) -> int:
+        """Return the bytes of the buffer that a message is received into.
 
         Raises:
-            ValueError: the schedule receives them, and may not have waited for them yet.
+            ValueError: the length of the message must be known, and depends on one that has not arrived yet.
         """
+        if channel.by_sample and self.has_backward:
+            if self._transfers.takes_shorter:
+                return channel.most_nbytes(tuple(place.shape), place.dtype)
+            self._check_length(channel, direction, microbatch, place)
+        return self._nbytes(channel, microbatch, place)
+
+    def _check_length(self, channel: Channel, direction: int, microbatch: int, place: Tensor) -> None:
+        """Check that no message that is still arriving brings buffers of this one's samples, so that it is shorter."""
+        samples = self._samples(channel, microbatch, place)
         before = [each for way, each in self._arriving if way == direction and each != microbatch]
-        if samples is None or not before or channel.warming_up(self._at(microbatch)):
+        if samples is None or self._whole is None or not before or channel.warming_up(self._at(microbatch)):
             return
-        assert self._whole is not None
         size = len(samples)
         coming = torch.cat([self._whole[each * size : (each + 1) * size] for each in before])
         shared = samples[torch.isin(samples, coming)].cpu()
         held = channel.reference_ids() if shared.numel() else None
-        if held is None or bool(torch.isin(shared, held).all()):
-            return
-        if not self._transfers.by_itself:
+        if held is not None and not bool(torch.isin(shared, held).all()):
             raise ValueError(
                 f"stage {self.stage_index}: micro-batch {microbatch} holds a new sample of an earlier micro-batch of "
                 "the same step, which has not arrived yet, so the length of its message is not known. With aq-sgd "
-                "under this schedule, no sample may be in a batch twice before it has been visited"
+                "on a GPU, under this schedule, no sample may be in a batch twice before it has been visited"
             )
-        for each in before:
-            self._unpack(direction, each)
+
+    def _nbytes(self, channel: Channel, microbatch: int, place: Tensor) -> int:
+        """Return the bytes of a message, which may depend on what has been unpacked before it."""
+        at, samples = self._at(microbatch), self._samples(channel, microbatch, place)
+        return channel.payload_nbytes(
+            tuple(place.shape), place.dtype, at, samples=samples, training=self.has_backward
+        )  # fmt: skip
 
     def _unpack(self, direction: int, microbatch: int) -> None:
         """Wait for a micro-batch's messages, and unpack their payloads."""
@@ -318,10 +322,10 @@ class CompressedStage(AveragedStage):
             if work is not None:
                 work.wait()
             if channel is not None:
-                samples = self._samples(channel, microbatch, place)
+                samples, nbytes = self._samples(channel, microbatch, place), self._nbytes(channel, microbatch, place)
                 channel.unpack(
-                    payload, place.detach(), self._at(microbatch), samples=samples, training=self.has_backward
-                )  # fmt: skip
+                    payload[:nbytes], place.detach(), self._at(microbatch), samples=samples, training=self.has_backward
+                )
             elif payload is not place:
                 place.detach().copy_(payload)
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["AHEAD", "BACKWARD", "FORWARD", "Transfers"]
+__all__ = ["BACKWARD", "FORWARD", "Transfers"]
 
 #: Directions: activations go forward, their gradients backward.
 FORWARD, BACKWARD = 0, 1
 
 #: For how many micro-batches receives are posted ahead of need: one that arrives during computation, and one more in
 #: case a stage is late.
-AHEAD = 2
+_AHEAD = 2
 
 
 class Transfers:
@@ -60,6 +60,11 @@ class Transfers:
         step. Of several schedules, nothing tells which one runs a later step.
         """
         return self._on_cpu and len(self.numbers) == 1
+
+    @property
+    def takes_shorter(self) -> bool:
+        """Whether a message may be shorter than the buffer that it is received into, as with gloo."""
+        return self._on_cpu
 
     @property
     def _microbatches(self) -> int:
@@ -96,9 +101,9 @@ class Transfers:
                 work.wait()
         self._leaving[direction].clear()
 
-    def coming(self, direction: int, microbatch: int, ahead: int) -> list[int]:
-        """Return the micro-batches to post receives for: this one and ``ahead`` after it, unless they are posted."""
-        last = min(microbatch + ahead + 1, self._microbatches)
+    def coming(self, direction: int, microbatch: int) -> list[int]:
+        """Return the micro-batches to post receives for: this one and ``_AHEAD`` after it, unless they are posted."""
+        last = min(microbatch + _AHEAD + 1, self._microbatches)
         found = [each for each in range(microbatch, last) if (direction, each) not in self._asked]
         self._asked.update((direction, each) for each in found)
         return found
