@@ -83,7 +83,7 @@ def test_what_cannot_be_read_is_answered_with_an_example(parse: Any, texts: list
         ({"rate": 200}, TypeError, "rate is 200, of type int"),
         ({"per_node": 0}, ValueError, "per_node is 0; expected 1 to 256"),
         ({"nodes": 100, "per_node": 3}, ValueError, "make 300 ranks, more than 256"),
-        ({"nodes": 3, "rate": "1gbit,200mbit"}, ValueError, "has 2 rates for 3 hosts"),
+        ({"nodes": 3, "rate": "1gbit,200mbit"}, ValueError, "has 2 rates for 3 machines"),
         ({"up": "slow"}, ValueError, "200mbit, 1gbit"),
         ({"delay": "5"}, ValueError, "500us, 5ms"),
         ({"loss": "100%"}, ValueError, "below 100"),

@@ -1,7 +1,7 @@
 """Run ranks behind emulated links on one machine.
 
 :func:`run` starts a command once per rank, each rank in a network namespace of its own, joined to the others by one
-switch through a link that is shaped in both directions by the kernel. What a rank sees is a host with one network
+switch through a link that is shaped in both directions by the kernel. What a rank sees is a machine with one network
 card and torchrun's environment variables, so an unchanged training script runs as if on N machines.
 
     >>> from narrowband.lab import LabConfig, run

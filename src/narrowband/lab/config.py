@@ -1,4 +1,4 @@
-"""Describe a lab: the number of ranks, and the link of each host.
+"""Describe a lab: the number of ranks, and the link of each machine.
 
 Quantities are written as in ``tc``: ``200mbit``, ``5ms``, ``0.1%``. They are checked when a :class:`LabConfig` is
 created, so a typing error is reported before any namespace exists.
@@ -103,15 +103,15 @@ def _quantity(name: str, text: str, unit: str, expected: str) -> tuple[Decimal, 
 
 @dataclass(frozen=True)
 class LabConfig:
-    """A lab: hosts on one switch, each behind a link of its own, with one rank or several.
+    """A lab: machines on one switch, each behind a link of its own, with one rank or several.
 
     Attributes:
-        nodes: Number of hosts.
-        per_node: Ranks on each host. They share its link, but reach each other without it. At most 256 ranks in all.
-        rate: Rate of every link in each of its two directions, e.g. ``"200mbit"``, or of each host's, e.g.
+        nodes: Number of machines.
+        per_node: Ranks on each machine. They share its link, but reach each other without it. At most 256 ranks in all.
+        rate: Rate of every link in each of its two directions, e.g. ``"200mbit"``, or of each machine's, e.g.
             ``"200mbit,1gbit"``; None leaves the links unshaped.
-        up: Rate at which hosts send, if it differs from that at which they receive; written as ``rate``.
-        down: Rate at which hosts receive, likewise.
+        up: Rate at which machines send, if it differs from that at which they receive; written as ``rate``.
+        down: Rate at which machines receive, likewise.
         delay: One-way delay between two ranks, e.g. ``"5ms"`` (a round trip takes twice that).
         loss: Share of packets lost between two ranks, e.g. ``"0.1%"``. Loss is drawn for each packet of ``mtu`` bytes,
             so TCP's super-packets are turned off and the emulation costs more CPU time.
@@ -153,14 +153,14 @@ class LabConfig:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks on all hosts."""
+        """The number of ranks on all machines."""
         return self.nodes * self.per_node
 
     def links(self) -> list[Link]:
-        """Every host's link in kernel terms.
+        """Every machine's link in kernel terms.
 
         Raises:
-            ValueError: a rate cannot be read, or their number is neither one nor the number of hosts.
+            ValueError: a rate cannot be read, or their number is neither one nor the number of machines.
         """
         up, down = (self._rates(text) for text in (self.up or self.rate, self.down or self.rate))
         return [Link(self.shape(a), self.shape(b)) for a, b in zip(up, down, strict=True)]
@@ -171,7 +171,7 @@ class LabConfig:
             each = [part.strip() for part in text.split(",")]
         if len(each) not in (1, self.nodes):
             raise ValueError(
-                f"{text!r} has {len(each)} rates for {self.nodes} hosts; give one for all, or one for each"
+                f"{text!r} has {len(each)} rates for {self.nodes} machines; give one for all, or one for each"
             )
         return each * self.nodes if len(each) == 1 else each
 

@@ -27,21 +27,21 @@ from narrowband.lab.config import LabConfig
 
 __all__ = ["LabReport", "RankReport", "rank_environment", "requirements", "run"]
 
-_MASTER_PORT = 29500  # torchrun's default; rank 0's host is its own, so the port is always free
+_MASTER_PORT = 29500  # torchrun's default; rank 0's machine is its own, so the port is always free
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """The exit code of one rank, and the kernel's counters of its host's link.
+    """The exit code of one rank, and the kernel's counters of its machine's link.
 
     Attributes:
         exit_code: Exit code of the rank's process; 128 + n if signal n ended it.
-        sent_bytes: Bytes that the host sent (so that its port on the switch received), in Ethernet frames with their
-            headers. If ranks share a host, the first has its counts and the others have zeros, so that sums are right.
-            A TCP super-packet of up to 64 KiB counts as one packet with one set of headers, so for large messages this
-            is within about 1 % of the payload.
-        received_bytes: Bytes that reached the host.
+        sent_bytes: Bytes that the machine sent (so that its port on the switch received), in Ethernet frames with their
+            headers. If ranks share a machine, the first has its counts and the others have zeros, so that sums are
+            right. A TCP super-packet of up to 64 KiB counts as one packet with one set of headers, so for large
+            messages this is within about 1 % of the payload.
+        received_bytes: Bytes that reached the machine.
         sent_packets, received_packets: The same in packets.
     """
 

@@ -98,7 +98,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Link:
-    """A host's link: the shape for sending, and that for receiving."""
+    """A machine's link: the shape for sending, and that for receiving."""
 
     up: Shape
     down: Shape
@@ -149,7 +149,7 @@ def cores_of(rank: int, nodes: int, cores: Collection[int]) -> list[int]:
 
 
 def node_address(node: int) -> str:
-    """Return the IPv4 address of a host, in 10.213.0.0/16, which exists in the lab's namespaces only."""
+    """Return the IPv4 address of a machine of the lab, in 10.213.0.0/16, which exists in the lab's namespaces only."""
     return f"10.213.{(node + 1) // 256}.{(node + 1) % 256}"
 
 
@@ -186,7 +186,7 @@ def _die_with_parent() -> None:
 
 
 def _arrange_files(nodes: int, per_node: int) -> None:
-    """Let ranks resolve the names rank0, rank1, … of ranks and node0, … of hosts, and mount the lab's own /proc.
+    """Let ranks resolve the names rank0, rank1, … of ranks and node0, … of machines, and mount the lab's own /proc.
 
     Some containers forbid this. Failures are ignored, because without it c10d only warns about names, and process ids
     look odd.
@@ -218,10 +218,10 @@ def _arrange_files(nodes: int, per_node: int) -> None:
 
 
 class Network:
-    """The switch in this process's network namespace and one namespace per host, with shaped links between them.
+    """The switch in this process's network namespace and one namespace per machine, with shaped links between them.
 
     Attributes:
-        namespaces: One descriptor per host, for ``setns``.
+        namespaces: One descriptor per machine, for ``setns``.
 
     Raises:
         MissingError: the kernel lacks what the spec needs.
@@ -239,10 +239,10 @@ class Network:
         self.namespaces: list[int] = []
         self._ports: list[int] = []
         for node, link in enumerate(spec.links):
-            self._add_host(node, link, spec.mtu)
+            self._add_machine(node, link, spec.mtu)
 
     def counters(self) -> list[dict[str, int]]:
-        """Return the bytes and packets of each host, as counted by its port on the switch.
+        """Return the bytes and packets of each machine, as counted by its port on the switch.
 
         Bytes are those of Ethernet frames with their headers. A TCP super-packet is one packet with one set of headers.
         """
@@ -259,7 +259,7 @@ class Network:
             )
         return found
 
-    def _add_host(self, node: int, link: Link, mtu: int) -> None:
+    def _add_machine(self, node: int, link: Link, mtu: int) -> None:
         from pyroute2 import IPRoute
 
         _call("unshare", _CLONE_NEWNET)
@@ -280,12 +280,12 @@ class Network:
         self._switch.link("set", index=port, master=self._bridge, state="up")
         _call("setns", netns, _CLONE_NEWNET)
         try:
-            with IPRoute() as host:
-                card = host.link_lookup(ifname=INTERFACE)[0]
-                self._add_tbf(host, card, link.up)
-                host.addr("add", index=card, address=node_address(node), prefixlen=ADDRESS_PREFIX)
+            with IPRoute() as own:
+                card = own.link_lookup(ifname=INTERFACE)[0]
+                self._add_tbf(own, card, link.up)
+                own.addr("add", index=card, address=node_address(node), prefixlen=ADDRESS_PREFIX)
                 for index in (_LOOPBACK, card):
-                    host.link("set", index=index, state="up")
+                    own.link("set", index=index, state="up")
         finally:
             _call("setns", self._home, _CLONE_NEWNET)
         self.namespaces.append(netns)
