@@ -159,12 +159,13 @@ def with_buffers():
 
 
 def sent_in_rounds(rank, world_size, specs):
-    """Bytes of an optimizer step, of two rounds of three."""
+    """Bytes of an optimizer step, of the last two rounds of three: half rounds of PowerSGD take turns."""
     found = {}
     for spec in specs:
         model = with_buffers()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         handle = nb.compress_updates(model, optimizer, spec, every=3)
+        torch.manual_seed(rank)
         for step in range(9):
             if step == 3:
                 before = handle.stats().total.sent_bytes
@@ -175,16 +176,26 @@ def sent_in_rounds(rank, world_size, specs):
     return found
 
 
-def test_rounds_send_the_predicted_bytes_of_parameters_and_buffers():
-    specs = ("none", "uniform:bits=2+ef", "topk:density=0.01+ef", "qsgd:bits=4")
+IN_ROUNDS = ("none", "uniform:bits=2+ef", "topk:density=0.01+ef", "qsgd:bits=4")
+ALL_IN_ROUNDS = (
+    *IN_ROUNDS, *FEW, "bf16", "fp16+ef", "uniform:bits=1+ef", "sign+ef", "topk:density=0.05,values=int8+ef",
+    "randomk:density=0.01+ef", "lowrank:rank=4+ef", "uniform:bits=4+ef21", "topk:density=0.01+ef21",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "specs"), [(4, IN_ROUNDS), *thorough((2, ALL_IN_ROUNDS), (3, ALL_IN_ROUNDS), (4, ALL_IN_ROUNDS))]
+)
+def test_rounds_send_the_predicted_bytes_of_parameters_and_buffers(size, specs):
+    specs = tuple(dict.fromkeys(specs))
     measurement = measure(with_buffers())
     assert [each.name for each in measurement.profile.buffers] == ["1.running_mean", "1.running_var"]
     options = [Option(spec, every=3) for spec in specs]
-    profile = measured(measurement, {Cluster(3): options}, lambda _: None)
-    told = {option.spec: predict(profile, option, network(3)) for option in options}
-    ranks = run_ranks(sent_in_rounds, 3, specs)
+    profile = measured(measurement, {Cluster(size): options}, lambda _: None)
+    told = {option.spec: predict(profile, option, network(size)) for option in options}
+    ranks = run_ranks(sent_in_rounds, size, specs)
     for spec in specs:
-        assert sum(found[spec] for found in ranks) / 3 == pytest.approx(told[spec].sent_nbytes, abs=1e-6)
+        assert sum(found[spec] for found in ranks) / size == pytest.approx(told[spec].sent_nbytes, abs=1e-6)
     model = with_buffers()
     averaged = sum(x.numel() for x in (*model.parameters(), *model.buffers()) if x.is_floating_point())
     assert told["none"].residual_nbytes == 4 * averaged  # the copies that updates are measured from
