@@ -523,14 +523,14 @@ def comparing(found, policy):
 
 
 def most_off(source, x, policy):
-    """By how much codes with the ranges of x, or of batches like it, may be off; derived values, by six times that."""
+    """By how much codes with the ranges of x, or of batches like it, may be off; derived values, by eight times that."""
     largest, levels = float(x.double().abs().max()), (1 << min(source.bits, 8)) - 1
     exact = 8 * torch.finfo(x.dtype).eps * largest
     if source.bits > 8:
         return exact
     width = 2 * largest if policy.symmetric else float(x.double().max() - x.double().min())
     step = max(width, 2 * largest * 1.05) / (levels - 1)  # of neighbours, one level may be zero
-    return exact + step * (1 if type(source) is Payload else 6) + 0.3 * width * policy.learns
+    return exact + step * (1 if type(source) is Payload else 8) + 0.3 * width * policy.learns
 
 
 def kept_bytes(live, before):
