@@ -34,7 +34,7 @@ _FAMILIES = (
 #: Operators that give memory, or another view of it, and start nothing. Here ``zeros`` takes the place of ``empty``.
 _FREE = {
     "zeros", "empty", "new_empty", "empty_like", "view", "slice", "select", "unbind", "as_strided", "alias", "detach",
-    "split", "transpose", "t", "permute", "_unsafe_view", "unsqueeze", "lift_fresh",
+    "split", "split_with_sizes", "transpose", "t", "permute", "_unsafe_view", "unsqueeze", "lift_fresh",
 }  # fmt: skip
 
 
@@ -126,16 +126,17 @@ def counted(rank, world_size, spec, nodes=None, dtype=torch.float32):
 MOST = {
     "uniform:bits=4+ef": (17, 17, 40),
     "uniform:bits=8+ef21": (166, 66, 244),
-    "uniform:bits=4+ef:store=int8": (304, 4, 689),
+    "uniform:bits=4+ef:store=int8": (43, 43, 40),
     "powersgd:rank=4": (132, 31, 65),
     "topk:density=0.01+ef": (110, 18, 45),
     "topk:density=0.01+ef21": (457, 216, 594),
-    "topk:density=0.01+ef:store=int8": (580, 55, 593),
-    "topk:density=0.01,values=int8+ef:store=int8": (1102, 153, 1039),
+    "topk:density=0.01+ef:store=int8": (136, 44, 45),
+    "topk:density=0.01+ef:store=bf16": (123, 31, 60),
+    "topk:density=0.01,values=int8+ef:store=int8": (1102, 253, 1039),
     "dgc:density=0.01": (112, 20, 73),
     "dgc:density=0.01,nesterov=true": (112, 20, 75),
     "dgc:density=0.01,clip=1": (112, 20, 98),
-    "dgc:density=0.01,store=int8": (730, 55, 759),
+    "dgc:density=0.01,store=int8": (136, 44, 85),
 }
 
 

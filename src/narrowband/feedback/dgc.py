@@ -40,7 +40,7 @@ from narrowband.codecs import SelectingCodec, TopK, format_term
 from narrowband.codecs.base import dims, squared_norm
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms, check_saved
-from narrowband.feedback.kept import Kept
+from narrowband.feedback.kept import Kept, keep_all, read_all
 from narrowband.feedback.velocities import Velocities
 
 if TYPE_CHECKING:
@@ -251,17 +251,14 @@ class DGC(Feedback):
 
     def encodes_all(self, codec: Codec) -> bool:
         """Return whether :meth:`encode_all` works with this codec: if all that is sent has one unit."""
-        if self.store != "fp32" or self.accumulate != "gradients":
-            return False
-        return isinstance(codec, TopK) and codec.encodes_several
+        return self.accumulate == "gradients" and isinstance(codec, TopK) and codec.encodes_several
 
     def encode_all(
         self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
     ) -> bool:
         assert isinstance(codec, TopK)
         self._seeds.update(zip(keys, seeds, strict=True))
-        sums = [self._sums(key, x) for key, x in zip(keys, xs, strict=True)]
-        nows, befores = [now for now, _ in sums], [before for _, before in sums]
+        nows, befores = self._all_sums(keys, xs)
         finite, indices, olds = kernels.encode_momentum_topk_all(
             xs,
             nows,
@@ -272,6 +269,10 @@ class DGC(Feedback):
             nesterov=self.nesterov,
             masking=self.masking,
         )
+        if self.store != "fp32":
+            self._close_all(keys, xs, befores, nows)
+            self._sent.update((key, _Sent(None, None, at)) for key, at in zip(keys, indices, strict=True))
+            return finite
         for key, x, now, before, at, old in zip(keys, xs, nows, befores, indices, olds, strict=True):
             self._sent[key] = self._begun(key, now, before, at, x)
             self._sent[key].forgotten = now, old
@@ -306,15 +307,42 @@ class DGC(Feedback):
         Raises:
             ValueError: they have another size than the tensor.
         """
+        self._open(key, x)
+        return self._opened(key)
+
+    def _open(self, key: str, x: Tensor) -> None:
+        """Make sure that there are sums, of zeros at first; see :meth:`_sums`."""
         if not self.holds(key):
             self._close(key, *(torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for _ in range(2)))
-        now, before = self._opened(key)
-        if now.numel() != x.numel():
+        numel = self._now[key].numel() if self.store == "fp32" else self._kept[key][0].numel
+        if numel != x.numel():
             raise ValueError(
-                f"the state of {key!r} has {now.numel()} elements, got a tensor of {x.numel()}; use another key, or "
-                "load the state of this model"
+                f"the state of {key!r} has {numel} elements, got a tensor of {x.numel()}; use another key, or load the "
+                "state of this model"
             )
-        return now, before
+
+    def _all_sums(self, keys: Sequence[str], xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return :meth:`_sums` of several tensors: the newest, and those of the step before."""
+        for key, x in zip(keys, xs, strict=True):
+            self._open(key, x)
+        if self.store == "fp32":
+            return [self._now[key] for key in keys], [self._before[key] for key in keys]
+        states = read_all([kept for pair in zip(*(self._kept[key] for key in keys), strict=True) for kept in pair])
+        nows = states[: len(keys)]
+        return nows, list(torch._foreach_sub(nows, states[len(keys) :]))
+
+    def _close_all(
+        self, keys: Sequence[str], xs: Sequence[Tensor], nows: Sequence[Tensor], befores: Sequence[Tensor]
+    ) -> None:
+        """Store the sums of several tensors, of whose former ones the gradients' memory then holds the bytes."""
+        kepts = [kept for pair in zip(*(self._kept[key] for key in keys), strict=True) for kept in pair]
+        memories = [self._memory(key, x) for key, x in zip(keys, xs, strict=True)]
+        keep_all(
+            kepts,
+            [*nows, *torch._foreach_sub(list(nows), list(befores))],
+            seeds=[mark ^ self._seeds[key] for mark in (_OF_SUMS, _OF_VELOCITIES) for key in keys],
+            formers=[memory for pair in zip(*memories, strict=True) for memory in pair],
+        )
 
     def _opened(self, key: str) -> tuple[Tensor, Tensor]:
         """Return the newest sum and that of the step before; new tensors unless ``store=fp32``."""

@@ -29,7 +29,8 @@ as large, so γ would only change the learning rate.
 With ``store=bf16`` or ``int8`` the residual takes 2 bytes or about 1 per element between steps. It is rounded
 stochastically, so that the sum holds in expectation: E[e] = p − C(p). Behind top-k with float32 values, one pass over
 gradient and residual does everything (:func:`narrowband.kernels.compensate_kept`). Otherwise the residual is read into
-float32 while its tensor is encoded.
+float32 while its tensor is encoded. On a GPU, a few launches do so with several tensors: one reads their residuals, and
+one stores what is left.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs import SelectingCodec
+from narrowband.codecs import SelectingCodec, TopK
 from narrowband.codecs.base import dims, numel_of, squared_norm
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms
-from narrowband.feedback.kept import Kept, Store
+from narrowband.feedback.kept import Kept, Store, keep_all, read_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -157,7 +158,8 @@ class ErrorFeedback(Feedback):
         self._open(key, x, seed)
         if commit:
             self._check_commit(x)
-        if commit and isinstance(codec, SelectingCodec) and self._keeps_in_one_pass(codec, shape):
+        if commit and self._keeps_in_one_pass(codec, shape):
+            assert isinstance(codec, SelectingCodec)
             return self._encode_kept(key, x, codec, shape=shape, seed=seed, out=out)
         residual = self._residuals[key] if self.store == "fp32" else self._kept[key].read()
         if x.dtype != torch.float32:
@@ -203,9 +205,10 @@ class ErrorFeedback(Feedback):
         self._seeds[key] = seed
         self._in_one_pass.pop(key, None)
 
-    def _keeps_in_one_pass(self, codec: SelectingCodec, shape: Shape) -> bool:
+    def _keeps_in_one_pass(self, codec: Codec, shape: Shape) -> bool:
         """Return whether one pass can encode and commit: the codec sends the k largest sums, without rounding."""
-        return self.store in ("bf16", "int8") and bool(codec.kept_largest(shape))
+        selects = self.store in ("bf16", "int8") and isinstance(codec, SelectingCodec)
+        return selects and bool(codec.kept_largest(shape))
 
     def _encode_kept(
         self, key: str, x: Tensor, codec: SelectingCodec, *, shape: Shape, seed: int, out: Tensor | None
@@ -259,7 +262,8 @@ class ErrorFeedback(Feedback):
         norms = Norms(before, squared_norm(residual)) if measure else None
         if x.dtype == torch.float32:
             self._save(key, x)
-        if x.dtype == torch.float32 and isinstance(codec, SelectingCodec) and self._keeps_in_one_pass(codec, shape):
+        if x.dtype == torch.float32 and self._keeps_in_one_pass(codec, shape):
+            assert isinstance(codec, SelectingCodec)
             self._residuals.pop(key, None)
             at, values = codec.elements(payload, shape)
             if codec.sampled:  # padding of a payload was not sent
@@ -339,16 +343,30 @@ class ErrorFeedback(Feedback):
             kernels.restore_all_if(bad, [own for own, _ in pairs], [former for _, former in pairs])
 
     def encodes_all(self, codec: Codec) -> bool:
-        several = codec.encodes_several and _has(type(self), "_encode", "encode_all")
-        return several and self.store == "fp32" and self.goes_ahead
+        several = codec.encodes_several and _has(type(self), "_encode", "encode_all") and self.goes_ahead
+        # What is kept in one pass is kept otherwise than what is encoded first.
+        return several and (isinstance(codec, TopK) or not self._keeps_in_one_pass(codec, 1))
 
     def encode_all(
         self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
     ) -> bool:
         for key, x, seed in zip(keys, xs, seeds, strict=True):
             self._open(key, x, seed)
-        residuals = [self._residuals[key] for key in keys]
-        return codec.encode_all(xs, outs, seeds=seeds, residuals=residuals, decay=self.decay)
+        if self.store == "fp32":
+            residuals = [self._residuals[key] for key in keys]
+            return codec.encode_all(xs, outs, seeds=seeds, residuals=residuals, decay=self.decay)
+        kepts, least = [self._kept[key] for key in keys], None
+        residuals = read_all(kepts)
+        if self.store == "int8" and self._keeps_in_one_pass(codec, 1):
+            assert isinstance(codec, TopK)
+            least = torch.empty(len(keys), dtype=torch.float32, device=xs[0].device)
+            ks = [codec.kept(x.numel()) for x in xs]
+            finite = kernels.encode_topk_all(xs, ks, outs, residuals=residuals, decay=self.decay, least=least)
+        else:
+            finite = codec.encode_all(xs, outs, seeds=seeds, residuals=residuals, decay=self.decay)
+        formers = [self._memory(key, x) for key, x in zip(keys, xs, strict=True)]
+        keep_all(kepts, residuals, seeds=[_OF_STORES ^ seed for seed in seeds], formers=formers, least=least)
+        return finite
 
     def residual(self, key: str) -> Tensor | None:
         if self.store == "fp32":

@@ -9,9 +9,11 @@ import torch
 from narrowband import kernels
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["Kept", "Store"]
+__all__ = ["Kept", "Store", "keep_all", "read_all"]
 
 #: How residuals may be stored.
 Store: TypeAlias = Literal["fp32", "bf16", "int8", "cpu"]
@@ -99,11 +101,39 @@ class Kept:
 
     def places(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return its bytes, in two parts at most, each with the part of ``memory`` that :meth:`copy_to` writes."""
-        own = [self._codes] if self._exponents is None else [self._codes, self._exponents]
-        flat = [codes.view(torch.uint8) for codes in own]
-        return list(zip(flat, torch.split(memory, [codes.numel() for codes in flat]), strict=True))
+        codes, exponents = self._codes.view(torch.uint8), self._exponents
+        cut = codes.numel()
+        pairs = [(codes, memory[:cut])]
+        return pairs if exponents is None else [*pairs, (exponents.view(torch.uint8), memory[cut:])]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its memory, on whatever device."""
         return self._codes.nbytes + (0 if self._exponents is None else self._exponents.nbytes)
+
+
+def read_all(kepts: Sequence[Kept]) -> list[Tensor]:
+    """Return what is stored as new float32 tensors; on a GPU, in one launch. For ``bf16`` and ``int8`` only."""
+    outs = [torch.empty(kept.numel, dtype=torch.float32, device=kept.stored[0].device) for kept in kepts]
+    kernels.read_all([kept.stored for kept in kepts], outs)
+    return outs
+
+
+def keep_all(
+    kepts: Sequence[Kept],
+    xs: Sequence[Tensor],
+    *,
+    seeds: Sequence[int],
+    formers: Sequence[Tensor],
+    least: Tensor | None = None,
+) -> None:
+    """Do :meth:`Kept.copy_to` into ``formers``, and then :meth:`Kept.keep`; on a GPU, in one launch for all.
+
+    Args:
+        kepts: for ``bf16`` and ``int8`` only.
+        xs: what to store.
+        seeds: of stochastic rounding.
+        formers: memory for the stored bytes: flat uint8.
+        least: see :func:`narrowband.kernels.keep_all`.
+    """
+    kernels.keep_all(xs, [kept.stored for kept in kepts], seeds=seeds, formers=formers, least=least)

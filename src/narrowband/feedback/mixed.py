@@ -79,7 +79,7 @@ class MixedFeedback(ErrorFeedback):
                 f"keeps; leave out tile, use values=int8 or more bits, or write '{codec}+ef'"
             )
 
-    def _keeps_in_one_pass(self, codec: SelectingCodec, shape: Shape) -> bool:
+    def _keeps_in_one_pass(self, codec: Codec, shape: Shape) -> bool:
         del codec, shape  # elements are not chosen by the sums
         return False
 

@@ -100,7 +100,16 @@ from narrowband.kernels.sparse import (
     sparse_sum_all,
     sparse_sum_rows,
 )
-from narrowband.kernels.stores import LEAST_POWER, STORE_GROUP, keep_in_8, keep_in_16, read_from_8
+from narrowband.kernels.stores import (
+    LEAST_POWER,
+    STORE_GROUP,
+    Stored,
+    keep_all,
+    keep_in_8,
+    keep_in_16,
+    read_all,
+    read_from_8,
+)
 
 __all__ = [
     "LEAST_POWER",
@@ -111,6 +120,7 @@ __all__ = [
     "Rows",
     "Scale",
     "Standard",
+    "Stored",
     "Windows",
     "all_finite",
     "all_zero",
@@ -148,6 +158,7 @@ __all__ = [
     "fuses",
     "group_minmax",
     "holds",
+    "keep_all",
     "keep_in_8",
     "keep_in_16",
     "learn_ranges",
@@ -172,6 +183,7 @@ __all__ = [
     "quantize_rows_extremes",
     "quantize_rows_learning",
     "randomk_indices",
+    "read_all",
     "read_from_8",
     "remember_all_if",
     "restore_all_if",

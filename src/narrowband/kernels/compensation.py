@@ -81,6 +81,7 @@ def encode_topk_all(
     *,
     residuals: Sequence[Tensor] = (),
     decay: float = 1.0,
+    least: Tensor | None = None,
 ) -> bool:
     """Apply :func:`encode_topk` with ``subtract`` to several tensors, with no more GPU kernel launches than for one.
 
@@ -92,11 +93,14 @@ def encode_topk_all(
         outs: where each payload is written.
         residuals: one per tensor, or none.
         decay: as for :func:`encode_topk`.
+        least: if given, float32, one per tensor: is filled with the least magnitude that was selected of each. The
+            residuals then have NaN where elements were selected, for :func:`keep_all`.
 
     Returns:
         Whether all is finite; or True, while :class:`Findings` note that on the device.
     """
-    return not xs or cast("bool", backend_of(xs[0]).encode_topk_all(xs, ks, outs, residuals=residuals, decay=decay))
+    options = {"residuals": residuals, "decay": decay, "least": least}
+    return not xs or cast("bool", backend_of(xs[0]).encode_topk_all(xs, ks, outs, **options))
 
 
 def all_finite(x: Tensor, *, below: float = math.inf) -> bool:

@@ -17,14 +17,19 @@ Without a seed, both round to nearest; 8 bits do so with 2**15 as the noise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from narrowband.kernels.backends import backend_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["LEAST_POWER", "STORE_GROUP", "keep_in_8", "keep_in_16", "read_from_8"]
+__all__ = ["LEAST_POWER", "STORE_GROUP", "Stored", "keep_all", "keep_in_8", "keep_in_16", "read_all", "read_from_8"]
+
+#: What is stored of a tensor: int8 codes and their exponents; or bfloat16 and None.
+Stored: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 #: Elements that share a power of two.
 STORE_GROUP = 64
@@ -47,3 +52,33 @@ def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) 
 def read_from_8(codes: Tensor, exponents: Tensor, out: Tensor) -> None:
     """Write the numbers that ``codes`` and ``exponents`` hold into ``out`` (flat float32)."""
     backend_of(out).read_from_8(codes, exponents, out)
+
+
+def read_all(stored: Sequence[Stored], outs: Sequence[Tensor]) -> None:
+    """Write what is stored of several tensors into ``outs`` (flat float32), with no more GPU kernel launches than for
+    one.
+    """
+    if outs:
+        backend_of(outs[0]).read_all(stored, outs)
+
+
+def keep_all(
+    xs: Sequence[Tensor],
+    stored: Sequence[Stored],
+    *,
+    seeds: Sequence[int],
+    formers: Sequence[Tensor] = (),
+    least: Tensor | None = None,
+) -> None:
+    """Store several tensors, with no more GPU kernel launches than for one.
+
+    Args:
+        xs: flat float32, finite.
+        stored: where each is stored.
+        seeds: one per tensor.
+        formers: if given, one per tensor, flat uint8: what was stored before is copied there, codes and then exponents.
+        least: with 8 bits, float32, one per tensor: NaN then stands for an element that was sent, whose code is zero.
+            For its group's power of two it counts as a number of this magnitude, as in :func:`compensate_kept`.
+    """
+    if xs:
+        backend_of(xs[0]).keep_all(xs, stored, seeds=seeds, formers=formers, least=least)

@@ -91,7 +91,12 @@ def main(capability: int, *, every: bool, counting: list[str]) -> None:
     codes, exponents = torch.empty(5000, dtype=torch.int8), torch.empty(79, dtype=torch.int8)
     for seed in (1, None):
         cuda.keep_in_8(x, codes, exponents, seed=seed)
+    former = torch.empty(5079, dtype=torch.uint8)
+    cuda.keep_all([x, x], [(codes, exponents)] * 2, seeds=[1, 2], formers=[former] * 2, least=x[:2])
+    cuda.keep_all([x[:4992]], [(codes[:4992], exponents[:78])], seeds=[1], formers=[former[:5070]])
+    cuda.keep_all([x, x], [(half, None)] * 2, seeds=[1, 2], formers=[out[:10_000]] * 2)
     cuda.read_from_8(codes, exponents, x)
+    cuda.read_all([(codes, exponents)] * 2, [x, x])
     cuda.all_finite(x)
     with Findings(x.device).noting(Findings.OWN):
         cuda.all_finite(x)
@@ -171,6 +176,7 @@ def main(capability: int, *, every: bool, counting: list[str]) -> None:
     y, both = torch.zeros(1 << 20), [out[:4000], torch.zeros(80_000, dtype=torch.uint8)]
     with Findings(y.device).noting(Findings.OWN):  # with candidates and without
         cuda.encode_topk_all([y, y[:20_000]], [100, 18_000], both, residuals=[y, y[:20_000]])
+        cuda.encode_topk_all([y, y[:900]], [100, 9], both, residuals=[y, y[:900]], least=y[:2])
         several = [y, y[:20_000]]
         for nesterov in (False, True):
             for ks in ([100, 18_000], [100]):

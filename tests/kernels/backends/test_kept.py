@@ -128,6 +128,35 @@ def test_every_backend(store: str, n: int, k: int, sampled: bool) -> None:
         assert_undone(outcome[-1], x, held)
 
 
+@pytest.mark.parametrize("kind", ["normal", "few-levels", "sparse"])
+def test_several_tensors_are_encoded_and_kept_as_each_in_one_pass(kind: str) -> None:
+    """With one launch that reads residuals, those that encode, and one that keeps what is left."""
+    sizes, decay, several = [1, 65, 4160, 20_003, 4096], 0.9, {}
+    xs, rs = ([make("normal" if kind == "sparse" else kind, n, n + at) for n in sizes] for at in (0, 1))
+    for x, r in zip(xs, rs, strict=True):
+        if kind == "sparse":  # fewer elements than are selected
+            x[3:], r[3:] = 0, 0
+    ks = [max(1, n // 50) for n in sizes]
+    held = [residual_in("int8", r) for r in rs]
+    for backend in BACKENDS:
+        own, stored = place(backend, xs), place(backend, held)
+        pairs = [(codes, exponents) for codes, exponents in stored]
+        sums, least = place(backend, xs), place(backend, torch.zeros(len(sizes)))
+        nbytes = [4 * -(-(4 * k + kernels.elias_fano_nbytes(k, n)) // 4) for k, n in zip(ks, sizes, strict=True)]
+        outs = place(backend, [torch.full((each,), 0xAA, dtype=torch.uint8) for each in nbytes])
+        backend.read_all(pairs, sums)
+        assert backend.encode_topk_all(own, ks, outs, residuals=sums, decay=decay, least=least)
+        backend.keep_all(sums, pairs, seeds=[7 + at for at in range(len(sizes))], least=least)
+        several[backend.name] = back([stored, outs, least])
+    assert_all_same([*several.values()])
+    for at, (x, pair, k) in enumerate(zip(xs, held, ks, strict=True)):
+        _, _, values, codes, exponents, _ = on(reference, x, pair, k, decay=decay, rounding=7 + at)
+        stored, outs, least = several["reference"]
+        assert_same(stored[at], [codes, exponents])
+        assert_same(outs[at][: 4 * k].clone().view(torch.float32), values)
+        assert float(least[at]) == float(values.abs().amin())
+
+
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize(
     ("kind", "misleads"), [("normal", ""), ("normal", "power"), ("few-levels", ""), ("sparse", "")]

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowband import kernels
-from tests.kernels.backends.common import assert_all_same, back, backends_for, lean, make, place
+from tests.kernels.backends.common import BACKENDS, assert_all_same, assert_same, back, backends_for, lean, make, place
+from tests.kernels.tables import reference
 
 
 def kept(backend, x: torch.Tensor, seed: int | None) -> tuple[torch.Tensor, ...]:
@@ -43,6 +44,34 @@ def test_backends_agree_and_what_was_kept_is_kept_again(n: int, seed: int, noise
     for again in (None, 5, 1 << 33):
         assert torch.equal(kept(kernels, read, again)[3], read)
         assert torch.equal(kept(kernels, half.float(), again)[0], half)
+
+
+@pytest.mark.parametrize("sizes", [[1], [64, 4096, 128], [1, 63, 4500, 64, 2049]])
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("saves", [False, True])
+def test_several_are_stored_and_read_as_each_alone(sizes: list[int], halves: bool, saves: bool) -> None:
+    """What was stored before is copied to any address."""
+    xs, seeds = [make("normal", n, seed) for seed, n in enumerate(sizes)], [*range(40, 40 + len(sizes))]
+    for backend in BACKENDS:
+        before = [kept(backend, make("normal", n, 9), 3) for n in sizes]
+        stored = [place(backend, [half, None] if halves else [codes, powers]) for half, codes, powers, _ in before]
+        nbytes = [sum(own.nbytes for own in pair if own is not None) for pair in stored]
+        begins = [sum(nbytes[:at]) + at + at % 2 for at in range(len(sizes))]  # even: those of bfloat16 need that
+        memory = place(backend, torch.zeros(sum(nbytes) + 2 * len(sizes), dtype=torch.uint8))
+        formers = [memory[begin : begin + size] for begin, size in zip(begins, nbytes, strict=True)]
+        options = {"formers": formers} if saves else {}
+        inside = place(backend, xs)
+        backend.keep_all(inside, [tuple(pair) for pair in stored], seeds=seeds, **options)
+        outs = place(backend, [torch.full_like(x, torch.nan) for x in xs])
+        backend.read_all([tuple(pair) for pair in stored], outs)
+        assert_same(back(inside), xs)
+        for at, (x, seed, pair, own) in enumerate(zip(xs, seeds, stored, before, strict=True)):
+            half, codes, powers, read = kept(reference, x, seed)
+            assert_same(back(pair), [half, None] if halves else [codes, powers])
+            assert_same(outs[at].cpu(), half.float() if halves else read)
+            if saves:
+                parts = own[:1] if halves else own[1:3]
+                assert_same(formers[at].cpu(), torch.cat([part.view(torch.uint8) for part in parts]))
 
 
 @pytest.mark.parametrize("value", [1.0001, -0.3333, 126.3])

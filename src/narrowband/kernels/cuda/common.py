@@ -27,6 +27,7 @@ __all__ = [
     "LEAST",
     "MAGNITUDE",
     "NEGATIVE_INFINITE",
+    "NOT_A_NUMBER",
     "TINY",
     "all_below",
     "code_of",
@@ -60,9 +61,10 @@ unspecific: Any = triton.jit(
     ]
 )  # fmt: skip
 
-#: All bits of a float except the sign, and the bits of infinity.
+#: All bits of a float except the sign, the bits of infinity, and those of a NaN.
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
+NOT_A_NUMBER = tl.constexpr(0x7FC00000)
 #: The bits of minus infinity as an unsigned number. Those of infinities and NaN are at or above one of the two.
 NEGATIVE_INFINITE = tl.constexpr(0xFF800000)
 #: The least signed number and the greatest unsigned one, with which searches for :func:`ends` begin.

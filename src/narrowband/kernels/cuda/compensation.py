@@ -271,14 +271,14 @@ def encode_topk(
 
 def encode_topk_all(
     xs: Sequence[Tensor], ks: Sequence[int], outs: Sequence[Tensor], *, residuals: Sequence[Tensor] = (),
-    decay: float = 1.0,
+    decay: float = 1.0, least: Tensor | None = None,
 ) -> bool:  # fmt: skip
-    return _encode_all(xs, ks, outs, residuals, decay=decay, subtract=True)
+    return _encode_all(xs, ks, outs, residuals, decay=decay, subtract=True, least=least)
 
 
 def _encode_all(
     xs: Sequence[Tensor], ks: Sequence[int], outs: Sequence[Tensor], residuals: Sequence[Tensor], *, decay: float,
-    subtract: bool,
+    subtract: bool, least: Tensor | None = None,
 ) -> bool:  # fmt: skip
     place = open_place(xs[0].device)
     with whole_words(outs) as words:
@@ -287,7 +287,7 @@ def _encode_all(
                 Source(COMPENSATE, x, residual, residual, float(decay))
                 for x, residual in zip(xs, residuals, strict=True)
             ]
-            tops = encode_all(sources, ks, words, subtract=subtract, place=place)
+            tops = encode_all(sources, ks, words, subtract=subtract, least=least, place=place)
         else:
             tops = encode_all([Source.plain(x) for x in xs], ks, words, always=True, place=place)
     return place is not None or all_below(tops, math.inf)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, NOT_A_NUMBER
 from narrowband.kernels.cuda.launching import kernel, run
 from narrowband.kernels.reference import levels as reference
 
@@ -20,8 +20,8 @@ __all__ = ["levels_decode", "levels_encode"]
 #: Longer groups do not fit into a program's registers.
 _LONGEST = 8192
 
-#: The largest bfloat16, and NaN, as bits of a float32.
-_LARGEST, _NAN = tl.constexpr(0x7F7F0000), tl.constexpr(0x7FC00000)
+#: The largest bfloat16, as bits of a float32.
+_LARGEST = tl.constexpr(0x7F7F0000)
 _MOST = tl.constexpr(2**31 - 1)
 
 
@@ -76,7 +76,7 @@ def _encode(
         low = tl.min(tl.where(inside, magnitude, _MOST), 1)
     else:
         low, high = _means(v, inside, tl.maximum(m, 1))
-    low, high = tl.where(finite, _rounded(low), _NAN), tl.where(finite, _rounded(high), _NAN)
+    low, high = tl.where(finite, _rounded(low), NOT_A_NUMBER), tl.where(finite, _rounded(high), NOT_A_NUMBER)
     _put(ends, 4 * g, low, g < groups)
     _put(ends, 4 * g + 2, high, g < groups)
     low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)

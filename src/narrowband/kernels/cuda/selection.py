@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from narrowband.kernels.cuda.candidates import LONG, all_margins, arrange, few_reaching, find, stratum
-from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, fold_seed
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, NOT_A_NUMBER, fold_seed
 from narrowband.kernels.cuda.launching import kernel, run, segment
 from narrowband.kernels.cuda.sources import AHEAD, NESTEROV, Source, forget_at, look
 from narrowband.kernels.cuda.tables import (
@@ -30,6 +30,7 @@ from narrowband.kernels.cuda.tables import (
     GONE,
     KNOWN_AT,
     LARGEST,
+    LEAST,
     LOW_BITS,
     NUMBERS,
     OLDER,
@@ -212,6 +213,15 @@ def _put(own, i, value, place, taken, k):
 
 
 @kernel
+def _take_out(own, i, value, taken, MARK: tl.constexpr):
+    """Write zeros, or NaN, into the sum where selected elements were."""
+    left = tl.zeros_like(value)
+    if MARK:
+        left = (left.to(tl.int32, bitcast=True) | NOT_A_NUMBER).to(tl.float32, bitcast=True)
+    tl.store(load_array(own, SUM, tl.float32) + i, left, mask=taken)
+
+
+@kernel
 def _forget(own, i, place, taken, k, momentum, NESTEROV: tl.constexpr, MASKING: tl.constexpr):
     """Change both sums of a momentum step at selected elements, as ``forget``; keep what the older one was there."""
     now, before = load_array(own, OLDER, tl.float32), load_array(own, SUM, tl.float32)
@@ -246,8 +256,8 @@ def _write(
 ):  # fmt: skip
     """Write the elements above the threshold, and the first ones at it (or all), to their places.
 
-    With PAYLOAD, write a payload if no magnitude exceeds LIMIT; with SUBTRACT, also zeros where its elements were; with
-    FORGET, see :class:`~narrowband.kernels.cuda.tables.Writing`. With NOTES, note if something is not finite.
+    With PAYLOAD, write a payload if no magnitude exceeds LIMIT; for SUBTRACT and FORGET see
+    :class:`~narrowband.kernels.cuda.tables.Writing`. With NOTES, note if something is not finite.
     """
     own, at = segment(table, count, COLUMNS, SEGMENTS)
     a, b, c, width = load_source(own, KIND, ALIGNED)
@@ -276,15 +286,17 @@ def _write(
         end = tl.where(largest <= LIMIT, end, 0)
         if NOTES:
             tl.atomic_or(note, 1, mask=(part == 0) & (largest >= INFINITE))
+        if SUBTRACT == 2:
+            tl.store(load_array(own, LEAST, tl.int32), level, mask=part == 0)
     for tile in range(part * each, end):
         j = tile * WIDTH + tl.arange(0, WIDTH)
         i, value, magnitude = _element(a, b, c, f, g, found, room, row * width, j, elements, close, KIND, False, FOUND)
         taken, place, more, more_ties = _places(magnitude, level, above, ties, allowed)
         if PAYLOAD:
             _put(own, i, value, place, taken, k)
-            if SUBTRACT:
+            if SUBTRACT > 0:
                 tl.debug_barrier()  # a thread may store what another has loaded
-                tl.store(load_array(own, SUM, tl.float32) + i, tl.zeros_like(value), mask=taken)
+                _take_out(own, i, value, taken, SUBTRACT == 2)
             if FORGET > 0:
                 _forget(own, i, place, taken, k, f, KIND == _AHEAD, FORGET == 1)
         else:
@@ -318,12 +330,14 @@ def _short(
     if PAYLOAD:
         if NOTES:
             tl.atomic_or(note, 1, mask=top >= INFINITE)
+        if SUBTRACT == 2:
+            tl.store(load_array(own, LEAST, tl.int32), level)
         if top <= LIMIT:
             _clear(own, k, row * 0, 1, WIDTH)
             tl.debug_barrier()  # other threads set bits in these words
             _put(own, i, value, place, taken, k)
-            if SUBTRACT:
-                tl.store(load_array(own, SUM, tl.float32) + i, tl.zeros_like(value), mask=taken)
+            if SUBTRACT > 0:
+                _take_out(own, i, value, taken, SUBTRACT == 2)
             if FORGET > 0:
                 _forget(own, i, place, taken, k, f, KIND == _NESTEROV, FORGET == 1)
     else:
@@ -430,6 +444,7 @@ def encode_all(
     outs: Sequence[Tensor],
     *,
     subtract: bool = False,
+    least: Tensor | None = None,
     forget: int = 0,
     gone: Sequence[Tensor] = (),
     always: bool = False,
@@ -441,7 +456,8 @@ def encode_all(
         sources: where elements come from; they are written.
         ks: how many are selected of each.
         outs: where payloads are written: values, Elias–Fano's parts, zeros. Of whole words.
-        subtract: whether zeros are written into the sources where elements were.
+        subtract: whether zeros are written into the sources where elements were; NaN if there is ``least``.
+        least: float32, one per tensor: the least selected magnitudes.
         forget: how sums of momentum steps are changed there, see :class:`~narrowband.kernels.cuda.tables.Writing`.
         gone: if they are: int32, where the selected indices of each tensor and the older sum's values are kept.
         always: whether a payload is written although its tensor is not finite.
@@ -450,12 +466,14 @@ def encode_all(
     Returns:
         The largest magnitudes of all elements.
     """
+    lesser = itertools.repeat(0) if least is None else itertools.count(least.data_ptr(), 4)
     targets = [
-        Target(out, out, elias_fano_low_bits(k, source.a.numel()), -(-2 * k // 8), own)
+        Target(out, out, elias_fano_low_bits(k, source.a.numel()), -(-2 * k // 8), own, next(lesser))
         for source, k, out, own in zip(sources, ks, outs, gone or itertools.repeat(None, len(outs)), strict=True)
     ]
     limit = Writing().limit if always else INFINITE.value - 1
-    writing = Writing(payload=True, limit=limit, subtract=subtract, forget=forget, place=place)
+    taken_out = 0 if not subtract else 1 if least is None else 2
+    writing = Writing(payload=True, limit=limit, subtract=taken_out, forget=forget, place=place)
     return _select(sources, ks, targets, writing)
 
 

@@ -1,20 +1,25 @@
-"""Residuals stored in fewer bits, in Triton."""
+"""Residuals stored in fewer bits, in Triton. A launch takes several tensors; one is a table with one row."""
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, MAGNITUDE, fold_seed, mix
-from narrowband.kernels.cuda.launching import kernel, run
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, fold_seed, mix
+from narrowband.kernels.cuda.launching import Segments, kernel, segment
 from narrowband.kernels.stores import LEAST_POWER, STORE_GROUP
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["keep_in_8", "keep_in_16", "read_from_8"]
+    from narrowband.kernels.stores import Stored
+
+__all__ = ["keep_all", "keep_in_8", "keep_in_16", "read_all", "read_from_8"]
 
 _GROUP, _HALF = tl.constexpr(STORE_GROUP), tl.constexpr(STORE_GROUP // 2)
 _LEAST = tl.constexpr(LEAST_POWER)
@@ -29,29 +34,71 @@ def _noise(i, folded):
 
 
 @kernel
-def _in_16(bits, out, n, folded, WIDTH: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+def _in_16(table, count, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FORMER: tl.constexpr, SEGMENTS: tl.constexpr):
+    """With FORMER, first copy what was stored to where a row says."""
+    own, part = segment(table, count, 6, SEGMENTS)
+    bits = tl.load(own + 1).to(tl.pointer_type(tl.int32))
+    out = tl.load(own + 2).to(tl.pointer_type(tl.int16))
+    n = tl.load(own + 4)
+    folded = tl.load(own + 5).to(tl.int32)
+    if ALIGNED:
+        bits = tl.multiple_of(bits, 16)
+        out = tl.multiple_of(out, 16)
+        n = tl.multiple_of(n, 16)
+    i = part * WIDTH + tl.arange(0, WIDTH)
+    if FORMER:
+        former = tl.load(own + 3).to(tl.pointer_type(tl.int16))
+        tl.store(former + i, tl.load(out + i, mask=i < n), mask=i < n)
+        tl.debug_barrier()  # a thread may store what another has loaded
     kept = (tl.load(bits + i, mask=i < n, other=0).to(tl.uint32, bitcast=True) + _noise(i, folded)) >> 16
     tl.store(out + i, kept.to(tl.uint16).to(tl.int16, bitcast=True), mask=i < n)
 
 
 @kernel
-def _in_8(x, codes, exponents, n, folded, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr):
+def _in_8(
+    table, count,
+    STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, FORMER: tl.constexpr, SENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):  # fmt: skip
     """Elements are in two halves of groups along the first axis, so that a thread has both elements of a hash.
 
-    Memory is read and written with the groups side by side; see ``quantized._whole``.
+    Memory is read and written with the groups side by side; see ``quantized._whole``. With FORMER, first copy what was
+    stored to where a row says. With SENT, see :func:`narrowband.kernels.keep_all`.
     """
-    part = tl.program_id(0).to(tl.int64)
+    own, part = segment(table, count, 8, SEGMENTS)
+    x = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+    codes = tl.load(own + 2).to(tl.pointer_type(tl.int8))
+    exponents = tl.load(own + 3).to(tl.pointer_type(tl.int8))
+    n = tl.load(own + 6)
+    folded = tl.load(own + 7).to(tl.int32)
     left = tl.minimum(n - part * (ROWS * _GROUP), ROWS * _GROUP).to(tl.int32)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, ROWS * _HALF)
     element = (column // _HALF * _GROUP + column % _HALF)[None, :] + tl.arange(0, 2)[:, None] * _HALF
     x += part * (ROWS * _GROUP)
+    codes += part * (ROWS * _GROUP)
+    exponents += part * ROWS
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        codes = tl.multiple_of(codes, 16)
+        left = tl.multiple_of(left, 16)
+    if FORMER:
+        former = tl.load(own + 4).to(tl.pointer_type(tl.int8))
+        behind = former + n + part * ROWS + row
+        former += part * (ROWS * _GROUP)
+        tl.store(former + element, tl.load(codes + element, mask=element < left), mask=element < left)
+        tl.store(behind, tl.load(exponents + row, mask=row * _GROUP < left), mask=row * _GROUP < left)
+        tl.debug_barrier()  # a thread may store what another has loaded
     v = tl.reshape(tl.load(x + element, mask=element < left, other=0.0), (2, ROWS, _HALF))
-    top = tl.max(tl.max(v.to(tl.int32, bitcast=True) & MAGNITUDE, 0), 1)
+    magnitude = v.to(tl.int32, bitcast=True) & MAGNITUDE
+    if SENT:
+        sent = magnitude > INFINITE
+        magnitude = tl.where(sent, tl.load(tl.load(own + 5).to(tl.pointer_type(tl.int32))), magnitude)
+        v = tl.where(sent, 0.0, v)
+    top = tl.max(tl.max(magnitude, 0), 1)
     exponent = (top >> 23) - 126 - tl.where((top & 0x007FFFFF) <= 0x007E0000, 7, 6)
     exponent = tl.maximum(exponent, _LEAST)
-    tl.store(exponents + part * ROWS + row, exponent.to(tl.int8), mask=row * _GROUP < left)
+    tl.store(exponents + row, exponent.to(tl.int8), mask=row * _GROUP < left)
     scaled = v * ((127 + 16 - exponent) << 23).to(tl.float32, bitcast=True)[None, :, None]
     # Magnitudes are below 2**23. Added to it, they are rounded to whole numbers, ties to even, which its bits hold.
     whole = (tl.abs(scaled) + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
@@ -63,12 +110,21 @@ def _in_8(x, codes, exponents, n, folded, STOCHASTIC: tl.constexpr, ROWS: tl.con
     else:
         fixed += 1 << 15
     code = tl.reshape((fixed >> 16).to(tl.int8), (2, ROWS * _HALF))
-    tl.store(codes + part * (ROWS * _GROUP) + element, code, mask=element < left)
+    tl.store(codes + element, code, mask=element < left)
 
 
 @kernel
-def _from_8(codes, exponents, out, n, ROWS: tl.constexpr):
-    g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+def _from_8(table, count, ROWS: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr):
+    own, part = segment(table, count, 5, SEGMENTS)
+    codes = tl.load(own + 1).to(tl.pointer_type(tl.int8))
+    exponents = tl.load(own + 2).to(tl.pointer_type(tl.int8))
+    out = tl.load(own + 3).to(tl.pointer_type(tl.float32))
+    n = tl.load(own + 4)
+    if ALIGNED:
+        codes = tl.multiple_of(codes, 16)
+        out = tl.multiple_of(out, 16)
+        n = tl.multiple_of(n, 16)
+    g = part * ROWS + tl.arange(0, ROWS)
     element = g[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     exponent = tl.load(exponents + g, mask=g * _GROUP < n, other=0).to(tl.int32)
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -76,20 +132,68 @@ def _from_8(codes, exponents, out, n, ROWS: tl.constexpr):
     tl.store(out + element, code.to(tl.float32) * scale[:, None], mask=element < n)
 
 
+def _aligned(xs: Sequence[Tensor], codes: Sequence[Tensor]) -> bool:
+    """Whether 16 bytes can be read at a time, of any part of these tensors."""
+    return not any(x.data_ptr() % 16 or own.data_ptr() % 16 or x.numel() % 16 for x, own in zip(xs, codes, strict=True))
+
+
 def keep_in_16(x: Tensor, out: Tensor, *, seed: int | None) -> None:
     if seed is None:
         out.copy_(x)
-        return
-    arrays = x.view(torch.int32), out.view(torch.int16)
-    run(_in_16, -(-x.numel() // BLOCK), *arrays, x.numel(), fold_seed(seed), on=x, WIDTH=BLOCK)
+    else:
+        keep_all([x], [(out, None)], seeds=[seed])
 
 
 def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) -> None:
-    programs = -(-exponents.numel() // _ROWS)
-    folded = fold_seed(seed or 0)
-    form = {"STOCHASTIC": seed is not None, "ROWS": _ROWS, "num_warps": 2}
-    run(_in_8, programs, x, codes, exponents, x.numel(), folded, on=x, **form)
+    _keep([x], [(codes, exponents)], [seed or 0], (), None, stochastic=seed is not None)
+
+
+def keep_all(
+    xs: Sequence[Tensor],
+    stored: Sequence[Stored],
+    *,
+    seeds: Sequence[int],
+    formers: Sequence[Tensor] = (),
+    least: Tensor | None = None,
+) -> None:
+    _keep(xs, stored, seeds, formers, least, stochastic=True)
+
+
+def _keep(
+    xs: Sequence[Tensor],
+    stored: Sequence[Stored],
+    seeds: Sequence[int],
+    formers: Sequence[Tensor],
+    least: Tensor | None,
+    *,
+    stochastic: bool,
+) -> None:
+    halves, bytes_ = Segments(xs[0]), Segments(xs[0])
+    lesser = 0 if least is None else least.data_ptr()
+    for x, (codes, exponents), seed, former in zip(xs, stored, seeds, formers or repeat(None, len(xs)), strict=True):
+        n, arrays, memory = x.numel(), (x.data_ptr(), codes.data_ptr()), 0 if former is None else former.data_ptr()
+        if exponents is None:
+            halves.add(-(-n // BLOCK), *arrays, memory, n, fold_seed(seed))
+        else:
+            groups = exponents.numel()
+            bytes_.add(-(-groups // _ROWS), *arrays, exponents.data_ptr(), memory, lesser, n, fold_seed(seed))
+        lesser += 4 if lesser else 0
+    form = {"ALIGNED": _aligned(xs, [codes for codes, _ in stored]), "FORMER": bool(formers)}
+    halves.run(_in_16, WIDTH=BLOCK, **form)
+    bytes_.run(_in_8, STOCHASTIC=stochastic, ROWS=_ROWS, SENT=least is not None, num_warps=2, **form)
 
 
 def read_from_8(codes: Tensor, exponents: Tensor, out: Tensor) -> None:
-    run(_from_8, -(-exponents.numel() // _ROWS), codes, exponents, out, out.numel(), on=out, ROWS=_ROWS)
+    read_all([(codes, exponents)], [out])
+
+
+def read_all(stored: Sequence[Stored], outs: Sequence[Tensor]) -> None:
+    halves = [(codes, out) for (codes, exponents), out in zip(stored, outs, strict=True) if exponents is None]
+    if halves:
+        torch._foreach_copy_([out for _, out in halves], [codes for codes, _ in halves])
+    segments = Segments(outs[0])
+    for (codes, exponents), out in zip(stored, outs, strict=True):
+        if exponents is not None:
+            arrays = codes.data_ptr(), exponents.data_ptr(), out.data_ptr()
+            segments.add(-(-exponents.numel() // _ROWS), *arrays, out.numel())
+    segments.run(_from_8, ROWS=_ROWS, ALIGNED=_aligned(outs, [codes for codes, _ in stored]))

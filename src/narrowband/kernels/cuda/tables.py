@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "COLUMNS", "COUNTS", "CUT", "DIGITS", "GONE", "GROUPS", "KNOWN_AT", "LARGEST", "LOW_BITS", "NUMBERS",
+    "COLUMNS", "COUNTS", "CUT", "DIGITS", "GONE", "GROUPS", "KNOWN_AT", "LARGEST", "LEAST", "LOW_BITS", "NUMBERS",
     "NUMBER_FOUND", "NUMBER_OF_TILES", "OLDER", "OUT", "RANK", "ROOM", "ROW_NOTES", "SCRATCH", "SHARED_BY", "SHARES",
     "SUM", "THRESHOLD", "TILE", "TILES", "TOPS", "VALUES_OUT", "WHOLE", "WORDS", "Chosen", "K", "Target", "Work",
     "Writing", "amount", "areas", "find_known", "load_array", "load_number", "load_source", "selection_loop",
@@ -63,7 +63,9 @@ _N, K, SHARED_BY, RANK, ROOM, _SETS, NUMBER_OF_TILES = (tl.constexpr(at) for at 
 LOW_BITS, CUT, WORDS = (tl.constexpr(at) for at in range(20, 23))
 #: Where the older sum's values at the selected elements are kept, behind the indices of these.
 GONE = tl.constexpr(23)
-COLUMNS = tl.constexpr(24)
+#: Where the least selected magnitude is written.
+LEAST = tl.constexpr(24)
+COLUMNS = tl.constexpr(25)
 
 _AHEAD = tl.constexpr(AHEAD)
 
@@ -209,8 +211,8 @@ class Groups(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a selection is written: indices and values; or a payload, the form of its indices, and where to keep what
-    is forgotten.
+    """Where a selection is written: indices and values; or a payload, the form of its indices, where to keep what is
+    forgotten, and the address for the least magnitude.
     """
 
     out: Tensor
@@ -218,6 +220,7 @@ class Target(NamedTuple):
     low_bits: int = 0
     cut: int = 0
     gone: Tensor | None = None
+    least: int = 0
 
     @classmethod
     def room_for(cls, number: int, on: Tensor) -> Target:
@@ -232,14 +235,14 @@ class Writing(NamedTuple):
     Attributes:
         payload: whether payloads are written.
         limit: the largest magnitude with which one is written.
-        subtract: whether zeros are written where its elements were.
+        subtract: what is written where its elements were: 0: nothing; 1: zeros; 2: NaN.
         forget: how both sums of a momentum step are changed there: 0: not; 1: to zero; 2: the velocity goes on.
         place: where it is noted that something is not finite.
     """
 
     payload: bool = False
     limit: int = 0x7FFFFFFF
-    subtract: bool = False
+    subtract: int = 0
     forget: int = 0
     place: Tensor | None = None
 
@@ -308,12 +311,12 @@ class Work:
         for at, (source, shared, groups) in enumerate(zip(self.sources, self._shared, self.groups, strict=True)):
             rank, room = self.margins[at]
             arrays = (own.data_ptr() for own in (source.a, source.b, source.c, source.total))
-            out, form = (0, 0), (0, 0, 0, 0)
+            out, form = (0, 0), (0, 0, 0, 0, 0)
             if targets:
                 into = targets[at]
                 out = into.out.data_ptr(), into.values.data_ptr()
                 gone = 0 if into.gone is None else into.gone.data_ptr()
-                form = into.low_bits, into.cut, into.out.numel() // 4, gone
+                form = into.low_bits, into.cut, into.out.numel() // 4, gone, into.least
             self._segments.add(
                 (shared.programs, groups.tiles, groups.sets, 0 if room else shared.programs),
                 *arrays, scratch, numbers, top, *out, shared.width, self._ks[at], shared.sharers, rank, room,

@@ -86,11 +86,18 @@ def encode_topk_all(
     *,
     residuals: Sequence[Tensor] = (),
     decay: float = 1.0,
+    least: Tensor | None = None,
 ) -> bool:
     finite = True
-    for x, residual, k, out in zip(xs, residuals or xs, ks, outs, strict=True):
+    for number, (x, residual, k, out) in enumerate(zip(xs, residuals or xs, ks, outs, strict=True)):
         if residuals:
-            finite &= encode_topk(x, residual, k, out, decay=decay, subtract=True)
+            well, at, values = compensate_select_topk(x, residual, k, decay=decay)
+            finite &= well
+            if well:
+                write_payload(at, values, x.numel(), k, out)
+                residual[at] = 0.0 if least is None else torch.nan
+            if least is not None:
+                least[number] = values.abs().amin()
         else:
             at = select_topk(x, k)
             write_payload(at, x[at], x.numel(), k, out)

@@ -10,9 +10,13 @@ from narrowband.kernels.reference import common
 from narrowband.kernels.stores import LEAST_POWER, STORE_GROUP
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["keep_in_8", "keep_in_16", "read_from_8"]
+    from narrowband.kernels.stores import Stored
+
+__all__ = ["keep_all", "keep_in_8", "keep_in_16", "read_all", "read_from_8"]
 
 
 def _noise(n: int, seed: int, device: torch.device) -> Tensor:
@@ -46,3 +50,34 @@ def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) 
 def read_from_8(codes: Tensor, exponents: Tensor, out: Tensor) -> None:
     scale = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float32, device=out.device), exponents.int())
     torch.mul(codes.float(), scale.repeat_interleave(STORE_GROUP)[: out.numel()], out=out)
+
+
+def read_all(stored: Sequence[Stored], outs: Sequence[Tensor]) -> None:
+    for (codes, exponents), out in zip(stored, outs, strict=True):
+        if exponents is None:
+            out.copy_(codes)
+        else:
+            read_from_8(codes, exponents, out)
+
+
+def keep_all(
+    xs: Sequence[Tensor],
+    stored: Sequence[Stored],
+    *,
+    seeds: Sequence[int],
+    formers: Sequence[Tensor] = (),
+    least: Tensor | None = None,
+) -> None:
+    for at, (x, (codes, exponents), seed) in enumerate(zip(xs, stored, seeds, strict=True)):
+        sent = x.isnan()
+        if formers:
+            parts = [own.view(torch.uint8) for own in (codes, exponents) if own is not None]
+            torch.cat(parts, out=formers[at])
+        if least is not None:
+            x = torch.where(sent, least[at], x)  # noqa: PLW2901
+        if exponents is None:
+            keep_in_16(x, codes, seed=seed)
+        else:
+            keep_in_8(x, codes, exponents, seed=seed)
+        if least is not None:
+            codes.masked_fill_(sent, 0)
