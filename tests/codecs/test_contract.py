@@ -203,6 +203,12 @@ def test_means_of_several_tensors_are_those_of_each(spec, between):
     for out, shape, place, own in zip(outs, shapes, places, seeds, strict=True):
         expected = codec.decode_mean(received[:, place], torch.empty(shape), seeds=own)
         assert torch.equal(out.view(shape), expected)
+    sums = [out.clone() for out in outs]
+    codec.decode_means(received, places, sums, shapes=shapes, seeds=seeds, accumulate=True)
+    for out, total, shape, place, own in zip(outs, sums, shapes, places, seeds, strict=True):
+        for row, seed in zip(received, own, strict=True):
+            codec.decode(row[place], out.view(shape), seed=seed, weight=1 / len(own), accumulate=True)
+        assert torch.equal(total, out)
 
 
 @pytest.mark.parametrize("spec", SPECS)

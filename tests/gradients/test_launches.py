@@ -125,18 +125,20 @@ def counted(rank, world_size, spec, nodes=None, dtype=torch.float32):
 #: Spec → the most loops, tables and operators of a step.
 MOST = {
     "uniform:bits=4+ef": (17, 17, 40),
-    "uniform:bits=8+ef21": (166, 66, 244),
+    "uniform:bits=8+ef21": (19, 19, 150),
     "uniform:bits=4+ef:store=int8": (43, 43, 40),
     "powersgd:rank=4": (132, 31, 65),
     "topk:density=0.01+ef": (110, 18, 45),
-    "topk:density=0.01+ef21": (457, 216, 594),
+    "topk:density=0.01+ef21": (114, 21, 155),
     "topk:density=0.01+ef:store=int8": (136, 44, 45),
     "topk:density=0.01+ef:store=bf16": (123, 31, 60),
-    "topk:density=0.01,values=int8+ef:store=int8": (1102, 253, 1039),
+    "topk:density=0.01,values=int8+ef": (151, 59, 60),
+    "topk:density=0.01,values=int8+ef:store=int8": (177, 85, 60),
     "dgc:density=0.01": (112, 20, 73),
     "dgc:density=0.01,nesterov=true": (112, 20, 75),
     "dgc:density=0.01,clip=1": (112, 20, 98),
     "dgc:density=0.01,store=int8": (136, 44, 85),
+    "dgc:density=0.01,values=fp16": (125, 33, 220),
 }
 
 

@@ -254,6 +254,7 @@ class Codec(ABC):
         *,
         shapes: Sequence[Shape],
         seeds: Sequence[Sequence[int]],
+        accumulate: bool = False,
     ) -> None:
         """:meth:`decode_mean` for several tensors, whose payloads lie at ``places`` in each rank's row.
 
@@ -263,6 +264,7 @@ class Codec(ABC):
             outs: where each mean is written: flat contiguous float32.
             shapes: the shape of each tensor.
             seeds: for each tensor, one seed per rank.
+            accumulate: whether means are added to what ``outs`` hold.
 
         Raises:
             PayloadError: a payload is damaged. If all tensors are decoded at once, nothing has been written then.
@@ -274,13 +276,23 @@ class Codec(ABC):
         """
         begins = (payloads.data_ptr(), payloads.stride(0), *(place.start for place in places))
         if self.decodes_several and not any(begin % ALIGNMENT for begin in begins):
-            self._decode_means(payloads, places, outs, shapes)
+            self._decode_means(payloads, places, outs, shapes, accumulate)
             return
         for place, out, shape, own in zip(places, outs, shapes, seeds, strict=True):
-            self.decode_mean(payloads[:, place], out.view(dims(shape)), seeds=own)
+            if not accumulate:
+                self.decode_mean(payloads[:, place], out.view(dims(shape)), seeds=own)
+                continue
+            for row, seed in zip(payloads, own, strict=True):
+                weight = 1.0 / len(own)
+                self.decode(row[place], out.view(dims(shape)), seed=seed, weight=weight, accumulate=True)
 
     def _decode_means(
-        self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], shapes: Sequence[Shape]
+        self,
+        payloads: Tensor,
+        places: Sequence[slice],
+        outs: Sequence[Tensor],
+        shapes: Sequence[Shape],
+        accumulate: bool,
     ) -> None:
         """Implement :meth:`decode_means` in one pass, for aligned payloads and codecs that need no seed to decode."""
         raise NotImplementedError

@@ -111,10 +111,17 @@ class GroupedCodec(Codec):
         return self.encodes_several
 
     def _decode_means(
-        self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], shapes: Sequence[Shape]
+        self,
+        payloads: Tensor,
+        places: Sequence[slice],
+        outs: Sequence[Tensor],
+        shapes: Sequence[Shape],
+        accumulate: bool,
     ) -> None:
         g = self._grouping(1)
-        kernels.dequantize_means(payloads, places, outs, bits=g.bits, group=g.group, scale=g.scale)
+        kernels.dequantize_means(
+            payloads, places, outs, bits=g.bits, group=g.group, scale=g.scale, accumulate=accumulate
+        )  # fmt: skip
 
 
 def _check_group(name: str, key: str, group: int) -> None:

@@ -44,6 +44,8 @@ _INT8 = Uniform(bits=8, group=256, symmetric=True)
 _LEVEL_BITS = {"int4": 4, "int2": 2}
 _LEVEL_GROUP = 256
 _FP16_MAX = 65504.0
+#: Formats of values that launches for several tensors write and read.
+_SEVERAL = ("fp32", "fp16", "int8")
 _FP32_TINY, _FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -287,7 +289,7 @@ class TopK(SelectingCodec):
     @property
     def encodes_several(self) -> bool:
         whole = self.scope == "tensor" and self.tile == "none" and not self.sampled
-        return whole and self.values == "fp32" and self.indices == "elias-fano"
+        return whole and self.values in _SEVERAL and self.indices == "elias-fano"
 
     def encode_all(
         self,
@@ -301,7 +303,46 @@ class TopK(SelectingCodec):
         if not self.encodes_several:
             return super().encode_all(xs, outs, seeds=seeds)
         ks = [self.kept(x.numel()) for x in xs]
-        return kernels.encode_topk_all(xs, ks, outs, residuals=residuals, decay=decay)
+        if self.values == "fp32":
+            return kernels.encode_topk_all(xs, ks, outs, residuals=residuals, decay=decay)
+        heads, tails = self.cut_all(outs, ks)
+        finite, at, values = kernels.compensate_select_topk_all(xs, ks, tails, residuals=residuals, decay=decay)
+        if not residuals:
+            return self._write_all_values(values, heads) and finite
+        fits, left = self.round_all(values, heads)
+        kernels.sparse_accumulate_all(residuals, at, left)
+        return finite and fits
+
+    def cut_all(self, payloads: Sequence[Tensor], ks: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parts of several payloads that hold k values each, and the parts that hold their indices."""
+        cuts = [self.values_nbytes(k) for k in ks]
+        pairs = [*zip(payloads, cuts, strict=True)]
+        return [own[:cut] for own, cut in pairs], [own[cut:] for own, cut in pairs]
+
+    def round_all(self, values: Sequence[Tensor], heads: Sequence[Tensor]) -> tuple[bool, list[Tensor]]:
+        """Write values of several payloads, rounded, into their parts for values; for ``fp16`` and ``int8``.
+
+        Args:
+            values: flat float32; they may be overwritten.
+            heads: see :meth:`cut_all`.
+
+        Returns:
+            (whether the values that arrive are finite, or True while :class:`~narrowband.kernels.Findings` note that on
+            the device; what rounding has taken from each value).
+        """
+        if self.values == "fp16":
+            wide, ks = torch.cat(list(values)), [own.numel() for own in values]
+            wide -= self._write_all_halves(wide, heads, ks)
+            return True, list(torch.split(wide, ks))  # finite values arrive finite
+        left = _minus_zeros([own.numel() for own in values], values[0].device)  # −0 + x is x, whatever x is
+        return _INT8.encode_all(values, heads, seeds=[0] * len(values), residuals=left), left
+
+    def _write_all_values(self, values: Sequence[Tensor], heads: Sequence[Tensor]) -> bool:
+        """Write values as :meth:`round_all`; return whether they are finite."""
+        if self.values == "int8":
+            return _INT8.encode_all(values, heads, seeds=[0] * len(values))
+        self._write_all_halves(torch.cat(list(values)), heads, [own.numel() for own in values])
+        return True
 
     def _write(self, at: Tensor, values: Tensor, shape: Shape, out: Tensor) -> None:
         """Write the payload of these elements into ``out``."""
@@ -323,11 +364,18 @@ class TopK(SelectingCodec):
         elif self.values in _LEVEL_BITS:
             kernels.levels_encode(values, head, bits=_LEVEL_BITS[self.values], group=_LEVEL_GROUP)
         else:
-            # Saturate: error feedback sends the rest later. Inf and NaN stay as they are.
-            k = values.numel()
-            values = torch.where(values.isfinite(), values.clamp(-_FP16_MAX, _FP16_MAX), values)
-            head.view(torch.float16)[:k].copy_(values)
-            head[2 * k :] = 0
+            self._write_all_halves(values, [head], [values.numel()])
+
+    def _write_all_halves(self, values: Tensor, heads: Sequence[Tensor], ks: Sequence[int]) -> Tensor:
+        """Write values in 16 bits, k after k into one head after the other; return them as they arrive."""
+        # Saturate: error feedback sends the rest later. Inf and NaN stay as they are.
+        half = torch.where(values.isfinite(), values.clamp(-_FP16_MAX, _FP16_MAX), values).half()
+        places = [own.view(torch.float16)[:k] for own, k in zip(heads, ks, strict=True)]
+        torch._foreach_copy_(places, list(torch.split(half, list(ks))))
+        behind = [own[2 * k :] for own, k in zip(heads, ks, strict=True) if own.numel() > 2 * k]
+        if behind:
+            torch._foreach_zero_(behind)
+        return half.float()
 
     def _read_values(self, head: Tensor, k: int) -> Tensor:
         if self.values == "int8":
@@ -363,13 +411,46 @@ class TopK(SelectingCodec):
 
     @property
     def decodes_several(self) -> bool:
-        return self.values == "fp32" and self.indices == "elias-fano" and self.mean == "ranks"
+        return self.values in _SEVERAL and self.indices == "elias-fano" and self.mean == "ranks"
 
     def _decode_means(
-        self, payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], shapes: Sequence[Shape]
+        self,
+        payloads: Tensor,
+        places: Sequence[slice],
+        outs: Sequence[Tensor],
+        shapes: Sequence[Shape],
+        accumulate: bool,
     ) -> None:
-        begins, ks = [place.start for place in places], [self.kept(shape) for shape in shapes]
-        kernels.sparse_sum_all(outs, payloads, begins, ks, 1.0 / payloads.shape[0])
+        begins, ks, values = [place.start for place in places], [self.kept(shape) for shape in shapes], list[Tensor]()
+        if self.values != "fp32":
+            values = self._read_all_values(payloads, begins, ks)
+            begins = [begin + self.values_nbytes(k) for begin, k in zip(begins, ks, strict=True)]
+        weight = 1.0 / payloads.shape[0]
+        kernels.sparse_sum_all(outs, payloads, begins, ks, weight, values=values, accumulate=accumulate)
+
+    def _read_all_values(self, payloads: Tensor, begins: Sequence[int], ks: Sequence[int]) -> list[Tensor]:
+        """Return the values of several tensors, from payloads that begin at these bytes of each rank's row.
+
+        Each is float32 of shape (ranks, k).
+        """
+        ranks, apart = payloads.shape[0], payloads.stride(0)
+        room = torch.empty(ranks, sum(map(aligned, ks)), dtype=torch.float32, device=payloads.device)
+        values = [own[:, :k] for own, k in zip(torch.split(room, [*map(aligned, ks)], 1), ks, strict=True)]
+        rows = [row for own in values for row in own.unbind()]
+        cuts = [
+            slice(rank * apart + begin, rank * apart + begin + self.values_nbytes(k))
+            for begin, k in zip(begins, ks, strict=True)
+            for rank in range(ranks)
+        ]
+        end = (ranks - 1) * apart + payloads.shape[1]
+        flat = payloads.as_strided((1, end), (aligned(end), 1))  # a rank's part of a tensor is then a tensor
+        if self.values == "int8":
+            numels = [row.numel() for row in rows]
+            _INT8.decode_means(flat, cuts, rows, shapes=numels, seeds=[[0]] * len(rows))
+        else:
+            halves = [flat[0, cut].view(torch.float16)[: row.numel()] for cut, row in zip(cuts, rows, strict=True)]
+            torch._foreach_copy_(rows, halves)
+        return values
 
     def _read(self, payload: Tensor, shape: Shape, n: int) -> tuple[Tensor, Tensor]:
         """Return the indices and the values that a payload holds."""
@@ -393,6 +474,13 @@ def _padded(at: Tensor, values: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]
     if not lacking:
         return at, values
     return torch.cat([at, at.new_full((lacking,), n - 1)]), torch.cat([values, values.new_zeros(lacking)])
+
+
+def _minus_zeros(numels: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return tensors of −0, flat float32; each begins at a multiple of 16 bytes."""
+    wholes = [aligned(numel) for numel in numels]
+    room = torch.full((sum(wholes),), -0.0, dtype=torch.float32, device=device)
+    return [own[:numel] for own, numel in zip(torch.split(room, wholes), numels, strict=True)]
 
 
 @dataclass(frozen=True)

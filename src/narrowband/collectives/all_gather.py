@@ -129,7 +129,7 @@ class AllGather(Exchange):
                     seeds = [[each.seed_of(rank) for rank in range(size)] for each in some]
                     codec.decode_means(self._received, spans, outs, shapes=shapes, seeds=seeds)
                     left = [at for at in left if at not in set(own)]
-                    give_means(some, outs, good)
+                    give_means(some, outs, good, self.findings)
         for i in left:
             operand = self.operands[i]
             if self._fixed:

@@ -79,23 +79,33 @@ def take_means(operands: Sequence[Operand]) -> list[Tensor] | None:
 
     It is the average's own memory, if that is float32. Otherwise :func:`give_means` copies the means there.
     """
-    if not all(operand.x.numel() and not operand.incremental for operand in operands):
+    if not all(operand.x.numel() for operand in operands):
         return None
     averages = [operand.average for operand in operands]
-    if not all(average.dtype == torch.float32 for average in averages) and not operands[0].codec.widens:
+    widens = operands[0].codec.widens or operands[0].incremental
+    if not all(average.dtype == torch.float32 for average in averages) and not widens:
         return None
     wide = torch.float32
     return [x if x.dtype == wide else torch.empty(x.numel(), dtype=wide, device=x.device) for x in averages]
 
 
-def give_means(operands: Sequence[Operand], means: Sequence[Tensor], good: bool) -> None:
-    """Deliver means in the memory of :func:`take_means`."""
+def give_means(operands: Sequence[Operand], means: Sequence[Tensor], good: bool, findings: Findings | None) -> None:
+    """Deliver means of operands with one feedback, in the memory of :func:`take_means`.
+
+    With incremental feedback a mean is a change of the tensor that all ranks hold, not a gradient. So in a step that
+    does not count, NaN is delivered in its place.
+    """
+    incremental, feedback = operands[0].incremental, operands[0].feedback
+    if incremental and findings is not None:
+        kernels.clear_all_if(findings.place(Findings.ANY), means)  # what all ranks hold stays as it is
+    if feedback is not None and good:
+        feedback.deliver_all([each.key for each in operands], means)
+    elif incremental:
+        for mean in means:
+            mean.fill_(torch.nan)
     narrow = [(each.average, mean) for each, mean in zip(operands, means, strict=True) if mean is not each.average]
     if narrow:
         torch._foreach_copy_([average for average, _ in narrow], [mean for _, mean in narrow])
-    for each in operands:
-        if each.feedback is not None and good:
-            each.feedback.deliver(each.key, each.average)
 
 
 class Exchange(ABC):
@@ -326,22 +336,11 @@ class Exchange(ABC):
 
     @contextmanager
     def _mean_of(self, operand: Operand, good: bool) -> Iterator[Tensor]:
-        """Yield memory of the operand's shape to decode the mean into; on exit, deliver that mean.
-
-        With incremental feedback the mean is a change of the tensor that all ranks hold, not a gradient. So in a step
-        that does not count, NaN is delivered in its place.
-        """
+        """Yield memory of the operand's shape to decode the mean into; on exit, deliver that mean."""
         out = operand.average
         mean = out if operand.dtype == out.dtype else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         yield mean.view(dims(operand.shape))
-        if operand.incremental and self.findings is not None:
-            kernels.clear_all_if(self.findings.place(Findings.ANY), [mean])  # what all ranks hold stays as it is
-        if operand.feedback is not None and good:
-            operand.feedback.deliver(operand.key, mean)
-        elif operand.incremental:
-            mean.fill_(torch.nan)
-        if mean is not out:
-            out.copy_(mean)
+        give_means([operand], [mean], good, self.findings)
 
     def deliver(self, good: bool) -> None:
         """Write the averages; commit the feedback if the whole step is good on all ranks, else roll it back."""

@@ -284,7 +284,7 @@ class ScatterReduce(Exchange):
                         place = slice(j * width + spans[j][at].start, j * width + spans[j][at].stop)
                         chunks += [(operand, place, mean[cut])] if cut.stop > cut.start else []
                 self._decode_all(flat, chunks)
-                give_means(some, means, good)
+                give_means(some, means, good, self.findings)
                 for operand in some:
                     _clamp(operand.average)
                 continue

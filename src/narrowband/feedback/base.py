@@ -438,6 +438,11 @@ class Feedback(State):
             x: flat; the mean over senders of the decoded payloads. Where :attr:`incremental`, float32.
         """
 
+    def deliver_all(self, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
+        """Do :meth:`deliver` for several tensors."""
+        for key, x in zip(keys, xs, strict=True):
+            self.deliver(key, x)
+
 
 class SampleState(State):
     """A reference of every sample, held by both ends of a boundary between stages, so that differences can be sent.

@@ -259,16 +259,24 @@ class DGC(Feedback):
         assert isinstance(codec, TopK)
         self._seeds.update(zip(keys, seeds, strict=True))
         nows, befores = self._all_sums(keys, xs)
+        ks, heads, values = [codec.kept(x.numel()) for x in xs], list[Tensor](), list[Tensor]()
+        if codec.values != "fp32":
+            heads, outs = codec.cut_all(outs, ks)
+            values = [torch.empty(k, dtype=torch.float32, device=xs[0].device) for k in ks]
         finite, indices, olds = kernels.encode_momentum_topk_all(
             xs,
             nows,
             befores,
-            [codec.kept(x.numel()) for x in xs],
+            ks,
             outs,
             momentum=self.momentum,
             nesterov=self.nesterov,
             masking=self.masking,
+            values=values,
         )
+        if finite and values:
+            finite, left = codec.round_all(values, heads)
+            kernels.sparse_accumulate_all([*befores, *nows], [*indices, *indices], [*left, *left])
         if self.store != "fp32":
             self._close_all(keys, xs, befores, nows)
             self._sent.update((key, _Sent(None, None, at)) for key, at in zip(keys, indices, strict=True))

@@ -15,6 +15,7 @@ provably improves error feedback, 2023), because the change of a noisy gradient 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
@@ -127,8 +128,17 @@ class EF21(Feedback):
     def commit_unless(self, bad: Tensor, sent: Sequence[Encoded]) -> None:
         references, xs = [self._sent_references[each.key] for each in sent], [each.x for each in sent]
         torch._foreach_copy_(xs, references)
-        for g, each in zip(references, sent, strict=True):
-            each.codec.decode(each.payload, g.view(dims(each.shape)), seed=each.seed, accumulate=True)
+        for codec in dict.fromkeys(each.codec for each in sent):
+            own = [each for each in sent if each.codec == codec]
+            ends = [*itertools.accumulate(each.payload.numel() for each in own)]
+            codec.decode_means(
+                torch.cat([each.payload for each in own]).view(1, -1),
+                [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)],
+                [self._sent_references[each.key] for each in own],
+                shapes=[each.shape for each in own],
+                seeds=[[each.seed] for each in own],
+                accumulate=True,
+            )
         kernels.restore_all_if(bad, references, xs)
 
     def encodes_all(self, codec: Codec) -> bool:
@@ -147,7 +157,12 @@ class EF21(Feedback):
     # ---- the receiver ------------------------------------------------------------------------------------------------
 
     def deliver(self, key: str, x: Tensor) -> None:
-        x.copy_(self._of(self._received_references, key, x).add_(x))
+        self.deliver_all([key], [x])
+
+    def deliver_all(self, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
+        references = [self._of(self._received_references, key, x) for key, x in zip(keys, xs, strict=True)]
+        torch._foreach_add_(references, list(xs))
+        torch._foreach_copy_(list(xs), references)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ __all__ = [
     "clear_all_if",
     "compensate",
     "compensate_select_topk",
+    "compensate_select_topk_all",
     "difference",
     "encode_topk",
     "encode_topk_all",
@@ -101,6 +102,32 @@ def encode_topk_all(
     """
     options = {"residuals": residuals, "decay": decay, "least": least}
     return not xs or cast("bool", backend_of(xs[0]).encode_topk_all(xs, ks, outs, **options))
+
+
+def compensate_select_topk_all(
+    xs: Sequence[Tensor],
+    ks: Sequence[int],
+    outs: Sequence[Tensor],
+    *,
+    residuals: Sequence[Tensor] = (),
+    decay: float = 1.0,
+) -> tuple[bool, list[Tensor], list[Tensor]]:
+    """Apply :func:`compensate_select_topk`, exact, to several tensors, and :func:`elias_fano_encode` to their indices,
+    with no more GPU kernel launches than for one. Residuals then have −0 where elements were selected: what is left of
+    these can be added to it.
+
+    Without residuals, select from the tensors themselves.
+
+    Args:
+        xs, ks, residuals, decay: as for :func:`encode_topk_all`.
+        outs: where indices are written, and zeros behind them.
+
+    Returns:
+        (whether all is finite, or True while :class:`Findings` note that on the device; the indices of each tensor; its
+        values there).
+    """
+    result = backend_of(xs[0]).compensate_select_topk_all(xs, ks, outs, residuals=residuals, decay=decay)
+    return cast("tuple[bool, list[Tensor], list[Tensor]]", result)
 
 
 def all_finite(x: Tensor, *, below: float = math.inf) -> bool:

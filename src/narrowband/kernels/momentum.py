@@ -75,6 +75,7 @@ def encode_momentum_topk_all(
     momentum: float,
     nesterov: bool = False,
     masking: bool = True,
+    values: Sequence[Tensor] = (),
 ) -> tuple[bool, list[Tensor], list[Tensor]]:
     """Apply :func:`momentum_topk`, exact, and :func:`forget` to several tensors, and write their payloads, with no more
     GPU kernel launches than for one.
@@ -83,12 +84,13 @@ def encode_momentum_topk_all(
         xs, nows, befores: flat float32, not empty.
         ks: how many elements of each are selected, at least one.
         outs: where each payload is written: values in float32, indices in Elias–Fano form.
+        values: if given, float32, one per tensor: the values are written there instead, and indices alone to ``outs``.
 
     Returns:
         (whether all is finite, or True while :class:`Findings` note that on the device; for each tensor: its indices;
         the old values of ``now`` there).
     """
-    options = {"momentum": momentum, "nesterov": nesterov, "masking": masking}
+    options = {"momentum": momentum, "nesterov": nesterov, "masking": masking, "values": values}
     result = backend_of(xs[0]).encode_momentum_topk_all(xs, nows, befores, ks, outs, **options)
     return cast("tuple[bool, list[Tensor], list[Tensor]]", result)
 

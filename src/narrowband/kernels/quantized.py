@@ -126,9 +126,17 @@ def quantize_all(
 
 
 def dequantize_means(
-    payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], *, bits: int, group: int, scale: Scale
+    payloads: Tensor,
+    places: Sequence[slice],
+    outs: Sequence[Tensor],
+    *,
+    bits: int,
+    group: int,
+    scale: Scale,
+    accumulate: bool = False,
 ) -> None:
-    """``out = Σ decoded / ranks`` for several tensors, with no more GPU kernel launches than for one.
+    """``out = Σ decoded / ranks`` or, accumulating, ``out += Σ decoded / ranks`` for several tensors, with no more GPU
+    kernel launches than for one.
 
     Sums are taken in the order of ranks, as if :func:`dequantize_groups` was called for one rank after the other.
 
@@ -138,7 +146,8 @@ def dequantize_means(
         outs: flat float32.
         bits, group, scale: as for :func:`dequantize_groups`.
     """
-    backend_of(payloads).dequantize_means(payloads, places, outs, bits=bits, group=group, scale=scale)
+    options = {"bits": bits, "group": group, "scale": scale, "accumulate": accumulate}
+    backend_of(payloads).dequantize_means(payloads, places, outs, **options)
 
 
 def dequantize_groups(

@@ -23,6 +23,7 @@ __all__ = [
     "elias_fano_low_bits",
     "elias_fano_nbytes",
     "sparse_accumulate",
+    "sparse_accumulate_all",
     "sparse_sum",
     "sparse_sum_all",
     "sparse_sum_rows",
@@ -51,6 +52,14 @@ def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: floa
     backend_of(out).sparse_accumulate(out, indices, values, weight)
 
 
+def sparse_accumulate_all(
+    outs: Sequence[Tensor], indices: Sequence[Tensor], values: Sequence[Tensor], weight: float = 1.0
+) -> None:
+    """Apply :func:`sparse_accumulate` to several tensors, with no more GPU kernel launches than for one."""
+    if outs:
+        backend_of(outs[0]).sparse_accumulate_all(outs, indices, values, weight)
+
+
 def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: float = 1.0) -> None:
     """``out = Σ weight · part``, each part as (indices, values) for :func:`sparse_accumulate`.
 
@@ -70,7 +79,14 @@ def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) 
 
 
 def sparse_sum_all(
-    outs: Sequence[Tensor], payloads: Tensor, begins: Sequence[int], ks: Sequence[int], weight: float = 1.0
+    outs: Sequence[Tensor],
+    payloads: Tensor,
+    begins: Sequence[int],
+    ks: Sequence[int],
+    weight: float = 1.0,
+    *,
+    values: Sequence[Tensor] = (),
+    accumulate: bool = False,
 ) -> None:
     """Apply :func:`sparse_sum_rows` to several tensors, with no more GPU kernel launches than for one.
 
@@ -80,9 +96,14 @@ def sparse_sum_all(
         begins: for each tensor, the byte of a row where its payload begins, a multiple of four.
         ks: for each tensor, the number of elements in a row.
         weight: as for :func:`sparse_sum`.
+        values: if given, float32 of shape (parts, k), one per tensor, of equal strides: the values. Payloads are then
+            indices alone.
+        accumulate: whether the sums are added to what ``outs`` hold.
     """
     if outs:
-        backend_of(payloads).sparse_sum_all(outs, payloads, begins, ks, weight)
+        backend_of(payloads).sparse_sum_all(
+            outs, payloads, begins, ks, weight, values=values, accumulate=accumulate
+        )  # fmt: skip
 
 
 def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:

@@ -83,7 +83,9 @@ def main(capability: int, *, every: bool, counting: list[str]) -> None:
         form: dict[str, Any] = {"bits": 5, "group": 8192, "scale": "minmax", "stochastic": True, "seeds": [1]}
         cuda.quantize_all([long], [out], residuals=[long.clone()], **form)
     cuda.quantize_all([x], [out], bits=3, group=128, scale="l2", stochastic=False, seeds=[1])
-    cuda.dequantize_means(out[:6000].view(2, 3000), [slice(0, 3000)], [x], bits=4, group=128, scale="minmax")
+    for adds in (False, True):
+        both, form = out[:6000].view(2, 3000), {"bits": 4, "group": 128, "scale": "minmax", "accumulate": adds}
+        cuda.dequantize_means(both, [slice(0, 3000)], [x], **form)
     cuda.restore_all_if(torch.zeros(1, dtype=torch.int32), [x], [x])
     cuda.group_minmax(x, 8192)
     cuda.checksum(out[:-1])
@@ -177,6 +179,8 @@ def main(capability: int, *, every: bool, counting: list[str]) -> None:
     with Findings(y.device).noting(Findings.OWN):  # with candidates and without
         cuda.encode_topk_all([y, y[:20_000]], [100, 18_000], both, residuals=[y, y[:20_000]])
         cuda.encode_topk_all([y, y[:900]], [100, 9], both, residuals=[y, y[:900]], least=y[:2])
+        cuda.compensate_select_topk_all([y, y[:900]], [100, 9], both, residuals=[y, y[:900]])
+        cuda.sparse_accumulate_all([x, x], [at, at], [x[:1000], x[:1000]])
         several = [y, y[:20_000]]
         for nesterov in (False, True):
             for ks in ([100, 18_000], [100]):

@@ -278,6 +278,32 @@ def test_payloads_of_several_tensors(request, backend, feedback, broken):
     assert_same(*outcomes)
 
 
+@pytest.mark.parametrize("backend", ["triton_", "looking"])
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("broken", [0.0, torch.inf])
+def test_selections_of_several_tensors_whose_values_are_rounded_later(request, backend, feedback, broken):
+    """Indices in a payload's form, values, and −0 where they were, to which what is left is added."""
+    xs, residuals, ks, outs = several(broken)
+    for own in (xs, residuals):
+        own[3][5:] = -0.0  # less elements than are wanted
+    tails = [out[4 * k :] for out, k in zip(outs, ks, strict=True)]
+    outcomes = []
+    for one in (request.getfixturevalue(backend), reference):
+        own, into, lacks = (place(one, part) for part in (xs, tails, residuals if feedback else []))
+        finite, at, values = one.compensate_select_topk_all(own, ks, into, residuals=lacks, decay=0.9)
+        outcomes.append(back([finite, own, into, [x.clone() for x in lacks], at, values]))
+        if feedback:
+            one.sparse_accumulate_all(lacks, at, values)
+            outcomes[-1].append(back(lacks))
+    assert outcomes[0][0] is (broken == 0.0)
+    assert_same(*outcomes)
+    if feedback and not broken:
+        sums = [x.clone() for x in residuals]
+        for x, total in zip(xs, sums, strict=True):
+            reference.compensate(x.clone(), total, decay=0.9)
+        assert_same(outcomes[0][-1], sums)
+
+
 @pytest.mark.parametrize("broken", [0.0, torch.nan])
 def test_what_is_not_finite_in_several_tensors_is_noted(looking, broken):
     xs, residuals, ks, outs = (place(looking, part) for part in several(broken))
@@ -289,18 +315,26 @@ def test_what_is_not_finite_in_several_tensors_is_noted(looking, broken):
 
 
 @pytest.mark.parametrize("backend", ["triton_", "looking"])
-@pytest.mark.parametrize(("nesterov", "masking"), [(False, True), (True, True), (False, False), (True, False)])
-def test_momentum_steps_of_several_tensors(request, backend, nesterov, masking):
-    """Payloads, sums and what is forgotten are those of one tensor after the other; all of it can be undone."""
+@pytest.mark.parametrize(
+    ("nesterov", "masking", "apart"),
+    [(False, True, False), (True, True, False), (False, False, False), (True, False, False), (True, False, True)],
+)
+def test_momentum_steps_of_several_tensors(request, backend, nesterov, masking, apart):
+    """Payloads, sums and what is forgotten are those of one tensor after the other; all of it can be undone. Values may
+    be written apart from their indices.
+    """
     xs, nows, ks, outs = several()
+    if apart:
+        outs = [out[4 * k :] for out, k in zip(outs, ks, strict=True)]
     befores = [make("few-levels", x.numel(), at) for at, x in enumerate(xs)]
     outcomes = []
     for one in (request.getfixturevalue(backend), reference):
         own, now, before, into = (place(one, part) for part in (xs, nows, befores, outs))
+        values = place(one, [torch.zeros(k) for k in ks] if apart else [])
         finite, at, old = one.encode_momentum_topk_all(
-            own, now, before, ks, into, momentum=0.9, nesterov=nesterov, masking=masking
+            own, now, before, ks, into, momentum=0.9, nesterov=nesterov, masking=masking, values=values
         )
-        outcomes.append(back([finite, own, [x.clone() for x in now], before, into, at, old]))
+        outcomes.append(back([finite, own, [x.clone() for x in now], before, into, at, old, values]))
         for bad in (0, 1):
             held = [x.clone() for x in now]
             one.remember_all_if(torch.tensor([bad], dtype=torch.int32, device=now[0].device), now, at, old)

@@ -24,6 +24,8 @@ SPECS = (
     "topk:density=0.1+ef:store=int8",
     "dgc:density=0.1,nesterov=true",
     "dgc:density=0.1,values=fp16,masking=false",
+    "topk:density=0.1,values=int8+ef:store=bf16",
+    "uniform:bits=5+ef:store=int8",
     "dgc:density=0.1,store=int8,clip=2",
     "uniform:bits=3+ef21",
     "uniform:bits=5+ef:decay=0.9",

@@ -136,6 +136,12 @@ def test_several_tensors_at_once_are_one_after_the_other(
             kept += lacks
         means = [place(backend, torch.full((n,), 5.0)) for n in lengths]
         backend.dequantize_means(payloads, places, means, **form)
+        sums = [mean.clone() for mean in means]
+        backend.dequantize_means(payloads[:1], places, sums, **form, accumulate=True)
+        for total, mean, span in zip(sums, means, places, strict=True):
+            expected = mean.clone()
+            backend.dequantize_groups(payloads[0, span], expected, **form, accumulate=True)
+            assert_same(total, expected)
         outcomes.append(back([finite, held, kept, payloads, means]))
     if scale in ("l2", "mean"):  # whose sums may be ordered in other ways
         for own, expected in zip(outcomes[:-1], outcomes[-1:] * 2, strict=True):

@@ -133,6 +133,21 @@ def test_sparse_sums_of_several_tensors(sizes: list[tuple[int, int]], rows: int,
             assert all(out.isnan().all() for out in outs)
         backend.sparse_sum_all(outs, payloads, begins, ks, 0.5)
         assert_same(outs, expected)
+        wide, apart = torch.zeros(rows, sum(ks) + 3), []  # the same values, apart from their indices
+        for number, (begin, k) in enumerate(zip(begins, ks, strict=True)):
+            apart.append(wide[:, sum(ks[:number]) : sum(ks[: number + 1])])
+            apart[-1].copy_(payloads[:, begin : begin + 4 * k].view(torch.float32))
+        heads = [begin + 4 * k for begin, k in zip(begins, ks, strict=True)]
+        outs = [torch.full((n,), torch.nan) for n in ns]
+        backend.sparse_sum_all(outs, payloads, heads, ks, 0.5, values=apart)
+        assert_same(outs, expected)
+        backend.sparse_sum_all(outs, payloads[:1], begins, ks, 1.0, accumulate=True)
+        for out, own, begin, k in zip(outs, expected, begins, ks, strict=True):
+            total, n = own.clone(), own.numel()
+            part = payloads[0, begin : begin + 4 * k + kernels.elias_fano_nbytes(k, n)]
+            at = reference.elias_fano_decode(part[4 * k :], k, n)
+            reference.sparse_accumulate(total, at, part[: 4 * k].view(torch.float32))
+            assert_same(out, total)
 
 
 @given(n=st.one_of(st.sampled_from(SIZES[1:]), st.integers(1, 2**31 - 1)), k=numbers | st.just(3000), seed=seeds)

@@ -28,6 +28,7 @@ __all__ = [
     "MAGNITUDE",
     "NEGATIVE_INFINITE",
     "NOT_A_NUMBER",
+    "SIGN",
     "TINY",
     "all_below",
     "code_of",
@@ -39,6 +40,7 @@ __all__ = [
     "ordered",
     "raise_if",
     "raw",
+    "rooms",
     "signed",
     "store",
     "uniform",
@@ -61,8 +63,9 @@ unspecific: Any = triton.jit(
     ]
 )  # fmt: skip
 
-#: All bits of a float except the sign, the bits of infinity, and those of a NaN.
+#: All bits of a float except the sign, and the sign; the bits of infinity, and those of a NaN.
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+SIGN = tl.constexpr(-(2**31))
 INFINITE = tl.constexpr(0x7F800000)
 NOT_A_NUMBER = tl.constexpr(0x7FC00000)
 #: The bits of minus infinity as an unsigned number. Those of infinities and NaN are at or above one of the two.
@@ -105,6 +108,15 @@ def whole_words(payloads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for own, word in zip(payloads, words, strict=True):
         if word is not own:
             own.copy_(word[: own.numel()])
+
+
+def rooms(numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return new tensors with these numbers of elements, of four bytes, in one memory; each begins at a multiple of 16
+    bytes.
+    """
+    wholes = [-(-numel // 4) * 4 for numel in numels]
+    memory = torch.empty(sum(wholes), dtype=dtype, device=device)
+    return [own[:numel] for own, numel in zip(memory.split(wholes), numels, strict=True)]
 
 
 def raw(x: Tensor) -> tuple[Tensor, bool]:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, all_below, unspecific, whole_words
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, all_below, rooms, unspecific, whole_words
 from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.cuda.selection import Chosen, choose, choose_sampled, encode_all
 from narrowband.kernels.cuda.sources import COMPENSATE, Source
@@ -34,6 +34,7 @@ __all__ = [
     "clear_all_if",
     "compensate",
     "compensate_select_topk",
+    "compensate_select_topk_all",
     "difference",
     "encode_topk",
     "encode_topk_all",
@@ -256,7 +257,7 @@ def encode_topk(
             out.zero_()
         return finite
     if not sampled or k >= x.numel():
-        return _encode_all([x], [k], [out], [residual], decay=decay, subtract=subtract)
+        return _encode_all([x], [k], [out], [residual], decay=decay, subtract=int(subtract))
     n, (indices, values, tops) = x.numel(), _largest(x, residual, k, decay, sampled, seed)
     low_bits, cut = elias_fano_low_bits(k, n), -(-2 * k // 8)
     nbytes, seen = -(-k * low_bits // 8), tops.numel()
@@ -273,12 +274,21 @@ def encode_topk_all(
     xs: Sequence[Tensor], ks: Sequence[int], outs: Sequence[Tensor], *, residuals: Sequence[Tensor] = (),
     decay: float = 1.0, least: Tensor | None = None,
 ) -> bool:  # fmt: skip
-    return _encode_all(xs, ks, outs, residuals, decay=decay, subtract=True, least=least)
+    return _encode_all(xs, ks, outs, residuals, decay=decay, subtract=1 if least is None else 2, least=least)
+
+
+def compensate_select_topk_all(
+    xs: Sequence[Tensor], ks: Sequence[int], outs: Sequence[Tensor], *, residuals: Sequence[Tensor] = (),
+    decay: float = 1.0,
+) -> tuple[bool, list[Tensor], list[Tensor]]:  # fmt: skip
+    indices, values = rooms(ks, torch.int32, xs[0].device), rooms(ks, torch.float32, xs[0].device)
+    taken = {"values": values, "gone": indices, "always": True}
+    return _encode_all(xs, ks, outs, residuals, decay=decay, subtract=3, **taken), indices, values
 
 
 def _encode_all(
     xs: Sequence[Tensor], ks: Sequence[int], outs: Sequence[Tensor], residuals: Sequence[Tensor], *, decay: float,
-    subtract: bool, least: Tensor | None = None,
+    subtract: int, **options: Any,
 ) -> bool:  # fmt: skip
     place = open_place(xs[0].device)
     with whole_words(outs) as words:
@@ -287,7 +297,7 @@ def _encode_all(
                 Source(COMPENSATE, x, residual, residual, float(decay))
                 for x, residual in zip(xs, residuals, strict=True)
             ]
-            tops = encode_all(sources, ks, words, subtract=subtract, least=least, place=place)
+            tops = encode_all(sources, ks, words, subtract=subtract, place=place, **options)
         else:
-            tops = encode_all([Source.plain(x) for x in xs], ks, words, always=True, place=place)
+            tops = encode_all([Source.plain(x) for x in xs], ks, words, place=place, **(options | {"always": True}))
     return place is not None or all_below(tops, math.inf)

@@ -84,6 +84,7 @@ def encode_momentum_topk_all(
     momentum: float,
     nesterov: bool = False,
     masking: bool = True,
+    values: Sequence[Tensor] = (),
 ) -> tuple[bool, list[Tensor], list[Tensor]]:
     kind, place = NESTEROV if nesterov else MOMENTUM, open_place(xs[0].device)
     sources = [
@@ -92,7 +93,9 @@ def encode_momentum_topk_all(
     room = torch.empty(2 * sum(ks), dtype=torch.int32, device=xs[0].device)
     gone = list(room.split([2 * k for k in ks]))
     with whole_words(outs) as words:
-        tops = encode_all(sources, ks, words, forget=1 if masking else 2, gone=gone, always=True, place=place)
+        tops = encode_all(
+            sources, ks, words, values=values, forget=1 if masking else 2, gone=gone, always=True, place=place
+        )  # fmt: skip
     pairs = [own.chunk(2) for own in gone]
     finite = place is not None or all_below(tops, math.inf)
     return finite, [at for at, _ in pairs], [old.view(torch.float32) for _, old in pairs]

@@ -215,8 +215,8 @@ def _quantize_rests(
 @kernel
 def _mean_segments(
     table, count, ranks, apart, offset, weight,
-    BITS: tl.constexpr, HAS_LOW: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    BITS: tl.constexpr, HAS_LOW: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Decode the means over ranks for several tensors; the payloads of one tensor are a fixed number of words apart."""
     own, part = segment(table, count, 5, SEGMENTS)
@@ -229,6 +229,8 @@ def _mean_segments(
         out = tl.multiple_of(out, 16)
     nothing = -0.0  # changes no number that is added to it, not even +0
     total = tl.full((PIECES, ROWS, WIDTH // PIECES), nothing, tl.float32)
+    if ACCUMULATE:
+        total = load_whole(out, ROWS, WIDTH)
     there = part * 0
     for _rank in range(ranks):
         step = tl.load(steps + there + row)
@@ -245,7 +247,8 @@ def _mean_segments(
 @kernel
 def _mean_rests(
     table, count, ranks, apart, group, group_bytes, offset, weight,
-    BITS: tl.constexpr, HAS_LOW: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr,
+    BITS: tl.constexpr, HAS_LOW: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Do for the rests of several tensors what :func:`_mean_segments` does for whole tiles."""
     own, part = segment(table, count, 6, SEGMENTS)
@@ -261,6 +264,9 @@ def _mean_rests(
     inside = j[None, :] < m[:, None]
     nothing = -0.0
     total = tl.full((ROWS, WIDTH), nothing, tl.float32)
+    element = begin[:, None] + j[None, :]
+    if ACCUMULATE:
+        total = tl.load(out + element, mask=inside, other=0.0)
     there = part * 0
     for _rank in range(ranks):
         step = tl.load(steps + there + g, mask=m > 0, other=0.0)
@@ -270,7 +276,7 @@ def _mean_rests(
         code = read_codes(codes + 4 * there, g * group_bytes, j, m, inside, BITS, ROWS, WIDTH)
         total += value_of(code, step[:, None], low[:, None], offset, HAS_LOW) * weight
         there += apart
-    tl.store(out + begin[:, None] + j[None, :], total, mask=inside)
+    tl.store(out + element, total, mask=inside)
 
 
 @kernel
@@ -479,11 +485,20 @@ def quantize_all(
 
 
 def dequantize_means(
-    payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], *, bits: int, group: int, scale: Scale
+    payloads: Tensor,
+    places: Sequence[slice],
+    outs: Sequence[Tensor],
+    *,
+    bits: int,
+    group: int,
+    scale: Scale,
+    accumulate: bool = False,
 ) -> None:
     ranks, apart = payloads.shape[0], payloads.stride(0)
     if group > _LONGEST or apart % 4 or payloads.data_ptr() % 4 or any(place.start % 4 for place in places):
-        reference.dequantize_means(payloads, places, outs, bits=bits, group=group, scale=scale)
+        reference.dequantize_means(
+            payloads, places, outs, bits=bits, group=group, scale=scale, accumulate=accumulate
+        )  # fmt: skip
         return
     form, weight, each = _Form(bits, group, scale), 1.0 / ranks, packed_nbytes(group, bits, group)
     segments, rests = Segments(outs[0]), Segments(outs[0])
@@ -497,7 +512,7 @@ def dequantize_means(
         behind = (4 * first, 4 * done, 4 * done, each * done)
         begins = [pointer + nbytes for pointer, nbytes in zip(pointers, behind, strict=True)]
         rests.add(form.programs(out.numel() - first), *begins, out.numel() - first)
-    constants = {"BITS": bits, "HAS_LOW": scale == "minmax", **form.tile}
+    constants = {"BITS": bits, "HAS_LOW": scale == "minmax", "ACCUMULATE": accumulate, **form.tile}
     numbers = ranks, apart // 4
     aligned = _aligned(outs)
     segments.run(

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from narrowband.kernels.cuda.candidates import LONG, all_margins, arrange, few_reaching, find, stratum
-from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, NOT_A_NUMBER, fold_seed
+from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, NOT_A_NUMBER, SIGN, fold_seed
 from narrowband.kernels.cuda.launching import kernel, run, segment
 from narrowband.kernels.cuda.sources import AHEAD, NESTEROV, Source, forget_at, look
 from narrowband.kernels.cuda.tables import (
@@ -161,7 +161,7 @@ def _count(
         largest = tl.load(notes + LARGEST)
         tl.store(load_array(own, TOPS, tl.int32), largest, mask=at == 0)
         if PAYLOAD:
-            _clear(own, k, part, tl.where(largest <= LIMIT, sharers, 0), WIDTH)
+            _clear(own, part, tl.where(largest <= LIMIT, sharers, 0), WIDTH)
     elements, close, found, room = amount(own, notes, k, width, FOUND)
     above = tl.zeros((WIDTH,), tl.int32)
     ties = tl.zeros((WIDTH,), tl.int32)
@@ -182,42 +182,44 @@ def _count(
 
 
 @kernel
-def _clear(own, k, part, sharers, WIDTH: tl.constexpr):
-    """Write zeros into a program's share of a payload's words behind the k values; nothing for no sharers."""
-    out, words = load_array(own, OUT, tl.int32), tl.load(own + WORDS) - k
+def _clear(own, part, sharers, WIDTH: tl.constexpr):
+    """Write zeros into a program's share of the words of a payload's indices; nothing for no sharers."""
+    out, words = load_array(own, OUT, tl.int32), tl.load(own + WORDS)
     for first in range(part * WIDTH, tl.where(sharers > 0, words, 0), tl.maximum(sharers, 1) * WIDTH):
         word = first + tl.arange(0, WIDTH)
-        tl.store(out + k + word, tl.zeros((WIDTH,), tl.int32), mask=word < words)
+        tl.store(out + word, tl.zeros((WIDTH,), tl.int32), mask=word < words)
 
 
 @kernel
-def _put(own, i, value, place, taken, k):
+def _put(own, i, value, place, taken, LISTS: tl.constexpr):
     """Write selected elements into a payload: values, and indices as :mod:`~narrowband.kernels.sparse` says.
 
-    Several indices have bits in one word, and different programs may write them, so each sets its bits alone.
+    With LISTS, also list the indices as they are. Several indices have bits in one word, and different programs may
+    write them, so each sets its bits alone.
     """
     out, cut = load_array(own, OUT, tl.int32), load_number(own, CUT)
     low_bits = load_number(own, LOW_BITS).to(tl.uint32)
     index = i.to(tl.uint32)
-    tl.store(out + place, value.to(tl.int32, bitcast=True), mask=taken)
+    tl.store(load_array(own, VALUES_OUT, tl.float32) + place, value, mask=taken)
+    if LISTS:
+        tl.store(load_array(own, GONE, tl.int32) + place, i.to(tl.int32), mask=taken)
     bit = (index >> low_bits) + place.to(tl.uint32)
     one = (index * 0 + 1 << (bit & 31)).to(tl.int32, bitcast=True)
-    tl.atomic_or(out + k + (bit >> 5).to(tl.int32), one, mask=taken, sem="relaxed")
+    tl.atomic_or(out + (bit >> 5).to(tl.int32), one, mask=taken, sem="relaxed")
     bit = place.to(tl.uint32) * low_bits + (8 * (cut & 3)).to(tl.uint32)  # the lower part need not begin with a word
     low = index - (index >> low_bits << low_bits)
     here = (low << (bit & 31)).to(tl.int32, bitcast=True)
     over = (low >> 1 >> (31 - (bit & 31))).to(tl.int32, bitcast=True)
-    word = out + k + (cut >> 2) + (bit >> 5).to(tl.int32)
+    word = out + (cut >> 2) + (bit >> 5).to(tl.int32)
     tl.atomic_or(word, here, mask=taken & (here != 0), sem="relaxed")
     tl.atomic_or(word + 1, over, mask=taken & (over != 0), sem="relaxed")
 
 
 @kernel
-def _take_out(own, i, value, taken, MARK: tl.constexpr):
-    """Write zeros, or NaN, into the sum where selected elements were."""
-    left = tl.zeros_like(value)
-    if MARK:
-        left = (left.to(tl.int32, bitcast=True) | NOT_A_NUMBER).to(tl.float32, bitcast=True)
+def _take_out(own, i, value, taken, SUBTRACT: tl.constexpr):
+    """Write zeros, NaN or −0 into the sum where selected elements were."""
+    BITS: tl.constexpr = NOT_A_NUMBER if SUBTRACT == 2 else SIGN if SUBTRACT == 3 else 0
+    left = (tl.zeros_like(value).to(tl.int32, bitcast=True) | BITS).to(tl.float32, bitcast=True)
     tl.store(load_array(own, SUM, tl.float32) + i, left, mask=taken)
 
 
@@ -227,7 +229,6 @@ def _forget(own, i, place, taken, k, momentum, NESTEROV: tl.constexpr, MASKING: 
     now, before = load_array(own, OLDER, tl.float32), load_array(own, SUM, tl.float32)
     gone = load_array(own, GONE, tl.int32)
     was = forget_at(now, before, i, taken, momentum, NESTEROV, MASKING)
-    tl.store(gone + place, i.to(tl.int32), mask=taken)
     tl.store(gone + k + place, was.to(tl.int32, bitcast=True), mask=taken)
 
 
@@ -251,8 +252,8 @@ def _places(magnitude, level, above, ties, allowed):
 def _write(
     table, count, f, g, k, note,
     KIND: tl.constexpr, GIVEN: tl.constexpr, ALL: tl.constexpr, FOUND: tl.constexpr, PAYLOAD: tl.constexpr,
-    LIMIT: tl.constexpr, SUBTRACT: tl.constexpr, FORGET: tl.constexpr, NOTES: tl.constexpr, SHARERS: tl.constexpr,
-    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
+    LIMIT: tl.constexpr, SUBTRACT: tl.constexpr, LISTS: tl.constexpr, FORGET: tl.constexpr, NOTES: tl.constexpr,
+    SHARERS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Write the elements above the threshold, and the first ones at it (or all), to their places.
 
@@ -293,10 +294,10 @@ def _write(
         i, value, magnitude = _element(a, b, c, f, g, found, room, row * width, j, elements, close, KIND, False, FOUND)
         taken, place, more, more_ties = _places(magnitude, level, above, ties, allowed)
         if PAYLOAD:
-            _put(own, i, value, place, taken, k)
+            _put(own, i, value, place, taken, LISTS)
             if SUBTRACT > 0:
                 tl.debug_barrier()  # a thread may store what another has loaded
-                _take_out(own, i, value, taken, SUBTRACT == 2)
+                _take_out(own, i, value, taken, SUBTRACT)
             if FORGET > 0:
                 _forget(own, i, place, taken, k, f, KIND == _AHEAD, FORGET == 1)
         else:
@@ -309,8 +310,8 @@ def _write(
 @selection_loop
 def _short(
     table, count, f, g, note,
-    KIND: tl.constexpr, PAYLOAD: tl.constexpr, LIMIT: tl.constexpr, SUBTRACT: tl.constexpr, FORGET: tl.constexpr,
-    NOTES: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
+    KIND: tl.constexpr, PAYLOAD: tl.constexpr, LIMIT: tl.constexpr, SUBTRACT: tl.constexpr, LISTS: tl.constexpr,
+    FORGET: tl.constexpr, NOTES: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Do the whole selection of a row that one program holds at once: find its k-th largest bit by bit, and write."""
     own, row = segment(table, count, COLUMNS, SEGMENTS)
@@ -333,11 +334,11 @@ def _short(
         if SUBTRACT == 2:
             tl.store(load_array(own, LEAST, tl.int32), level)
         if top <= LIMIT:
-            _clear(own, k, row * 0, 1, WIDTH)
+            _clear(own, row * 0, 1, WIDTH)
             tl.debug_barrier()  # other threads set bits in these words
-            _put(own, i, value, place, taken, k)
+            _put(own, i, value, place, taken, LISTS)
             if SUBTRACT > 0:
-                _take_out(own, i, value, taken, SUBTRACT == 2)
+                _take_out(own, i, value, taken, SUBTRACT)
             if FORGET > 0:
                 _forget(own, i, place, taken, k, f, KIND == _NESTEROV, FORGET == 1)
     else:
@@ -443,7 +444,8 @@ def encode_all(
     ks: Sequence[int],
     outs: Sequence[Tensor],
     *,
-    subtract: bool = False,
+    values: Sequence[Tensor] = (),
+    subtract: int = 0,
     least: Tensor | None = None,
     forget: int = 0,
     gone: Sequence[Tensor] = (),
@@ -456,10 +458,12 @@ def encode_all(
         sources: where elements come from; they are written.
         ks: how many are selected of each.
         outs: where payloads are written: values, Elias–Fano's parts, zeros. Of whole words.
-        subtract: whether zeros are written into the sources where elements were; NaN if there is ``least``.
-        least: float32, one per tensor: the least selected magnitudes.
+        values: if they are: where the values are written instead: float32.
+        subtract: what is written into the sources where elements were, see
+            :class:`~narrowband.kernels.cuda.tables.Writing`.
+        least: float32, one per tensor: the least selected magnitudes, if NaN is written there.
         forget: how sums of momentum steps are changed there, see :class:`~narrowband.kernels.cuda.tables.Writing`.
-        gone: if they are: int32, where the selected indices of each tensor and the older sum's values are kept.
+        gone: if they are: int32, where the selected indices of each tensor are listed, and what is forgotten.
         always: whether a payload is written although its tensor is not finite.
         place: where it is noted if a tensor is not finite.
 
@@ -467,13 +471,17 @@ def encode_all(
         The largest magnitudes of all elements.
     """
     lesser = itertools.repeat(0) if least is None else itertools.count(least.data_ptr(), 4)
+    none = itertools.repeat(None, len(outs))
     targets = [
-        Target(out, out, elias_fano_low_bits(k, source.a.numel()), -(-2 * k // 8), own, next(lesser))
-        for source, k, out, own in zip(sources, ks, outs, gone or itertools.repeat(None, len(outs)), strict=True)
+        Target(
+            out, value, elias_fano_low_bits(k, source.a.numel()), -(-2 * k // 8), 0 if values else k, own, next(lesser)
+        )
+        for source, k, out, value, own in zip(sources, ks, outs, values or outs, gone or none, strict=True)
     ]
     limit = Writing().limit if always else INFINITE.value - 1
-    taken_out = 0 if not subtract else 1 if least is None else 2
-    writing = Writing(payload=True, limit=limit, subtract=taken_out, forget=forget, place=place)
+    writing = Writing(
+        payload=True, limit=limit, subtract=subtract, lists=bool(gone), forget=forget, place=place
+    )  # fmt: skip
     return _select(sources, ks, targets, writing)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "elias_fano_decode",
     "elias_fano_encode",
     "sparse_accumulate",
+    "sparse_accumulate_all",
     "sparse_sum",
     "sparse_sum_all",
     "sparse_sum_rows",
@@ -97,6 +98,16 @@ def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: floa
     run(_accumulate, -(-k // _BLOCK), out, indices, values, k, out.numel(), float(weight), on=out, WIDTH=_BLOCK)
 
 
+def sparse_accumulate_all(
+    outs: Sequence[Tensor], indices: Sequence[Tensor], values: Sequence[Tensor], weight: float = 1.0
+) -> None:
+    segments = Segments(outs[0])
+    for out, at, value in zip(outs, indices, values, strict=True):
+        k, places = at.numel(), (out.data_ptr(), at.data_ptr(), value.data_ptr())
+        segments.add(-(-k // _BLOCK), *places, k, out.numel())
+    segments.run(_accumulate_row, 0, 0, float(weight), WIDTH=_BLOCK)
+
+
 def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: float = 1.0) -> None:
     out.zero_()
     for indices, values in parts:
@@ -108,17 +119,21 @@ def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) 
 
 
 def sparse_sum_all(
-    outs: Sequence[Tensor], payloads: Tensor, begins: Sequence[int], ks: Sequence[int], weight: float = 1.0
-) -> None:
+    outs: Sequence[Tensor], payloads: Tensor, begins: Sequence[int], ks: Sequence[int], weight: float = 1.0, *,
+    values: Sequence[Tensor] = (), accumulate: bool = False,
+) -> None:  # fmt: skip
     ns = [out.numel() for out in outs]
-    found = _decode(payloads, [begin + 4 * k for begin, k in zip(begins, ks, strict=True)], ks, ns)
-    torch._foreach_zero_(list(outs))
+    heads = [0 if values else 4 * k for k in ks]
+    found = _decode(payloads, [begin + head for begin, head in zip(begins, heads, strict=True)], ks, ns)
+    if not accumulate:
+        torch._foreach_zero_(list(outs))
     segments = Segments(payloads)
-    for out, begin, k, n, indices in zip(outs, begins, ks, ns, found, strict=True):
-        values = payloads.data_ptr() + begin
-        segments.add(-(-k // _BLOCK), out.data_ptr(), indices.data_ptr(), values, k, n)
+    places = [value.data_ptr() for value in values] or [payloads.data_ptr() + begin for begin in begins]
+    for out, place, k, n, indices in zip(outs, places, ks, ns, found, strict=True):
+        segments.add(-(-k // _BLOCK), out.data_ptr(), indices.data_ptr(), place, k, n)
+    apart = 4 * values[0].stride(0) if values else payloads.stride(0)
     for row in range(payloads.shape[0]):
-        segments.run(_accumulate_row, row, payloads.stride(0), float(weight), WIDTH=_BLOCK)
+        segments.run(_accumulate_row, row, apart, float(weight), WIDTH=_BLOCK)
 
 
 # ---- Elias–Fano ------------------------------------------------------------------------------------------------------

@@ -54,14 +54,14 @@ selection_loop: Any = triton.jit(do_not_specialize=_UNSPECIFIC)
 #: each has the candidates of a group of tiles; and where programs share a tensor without candidates.
 SHARES, TILES, GROUPS, WHOLE = range(4)
 #: Arrays of the source, and that which holds the elements once they are written; scratch memory, and counts of
-#: programs; what is written: a largest magnitude, then indices and values, or a payload.
+#: programs; what is written: a largest magnitude, then indices, as they are or in a payload's form, and values.
 _A, OLDER, _C, SUM, SCRATCH, NUMBERS, TOPS, OUT, VALUES_OUT = (tl.constexpr(at) for at in range(4, 13))
 #: Elements of a row and how many are selected; programs of a row; the rank in a sample that bounds candidates, and the
 #: room for them (0: none are stored); groups and tiles; bits of an index in the lower part, bytes of the upper part and
-#: words of the payload.
+#: words of both.
 _N, K, SHARED_BY, RANK, ROOM, _SETS, NUMBER_OF_TILES = (tl.constexpr(at) for at in range(13, 20))
 LOW_BITS, CUT, WORDS = (tl.constexpr(at) for at in range(20, 23))
-#: Where the older sum's values at the selected elements are kept, behind the indices of these.
+#: Where the indices of the selected elements are listed, with the older sum's values there behind them.
 GONE = tl.constexpr(23)
 #: Where the least selected magnitude is written.
 LEAST = tl.constexpr(24)
@@ -211,14 +211,22 @@ class Groups(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a selection is written: indices and values; or a payload, the form of its indices, where to keep what is
-    forgotten, and the address for the least magnitude.
+    """Where a selection is written: indices and values.
+
+    Attributes:
+        out: indices, as they are, or in a payload's form.
+        values: the values.
+        low_bits, cut: of that form: see :func:`_put`.
+        skipped: words at the beginning of ``out`` that are not indices.
+        gone: a list of indices, and of what is forgotten.
+        least: the address for the least magnitude.
     """
 
     out: Tensor
     values: Tensor
     low_bits: int = 0
     cut: int = 0
+    skipped: int = 0
     gone: Tensor | None = None
     least: int = 0
 
@@ -233,9 +241,10 @@ class Writing(NamedTuple):
     """What is written of selections; see :func:`_write`.
 
     Attributes:
-        payload: whether payloads are written.
+        payload: whether indices are written in a payload's form.
         limit: the largest magnitude with which one is written.
-        subtract: what is written where its elements were: 0: nothing; 1: zeros; 2: NaN.
+        subtract: what is written where its elements were: 0: nothing; 1: zeros; 2: NaN; 3: −0.
+        lists: whether indices are listed, too.
         forget: how both sums of a momentum step are changed there: 0: not; 1: to zero; 2: the velocity goes on.
         place: where it is noted that something is not finite.
     """
@@ -243,13 +252,14 @@ class Writing(NamedTuple):
     payload: bool = False
     limit: int = 0x7FFFFFFF
     subtract: int = 0
+    lists: bool = False
     forget: int = 0
     place: Tensor | None = None
 
     @property
     def form(self) -> dict[str, Any]:
         form = {"PAYLOAD": self.payload, "LIMIT": self.limit, "FORGET": self.forget}
-        return {**form, "SUBTRACT": self.subtract, "NOTES": self.place is not None}
+        return {**form, "SUBTRACT": self.subtract, "LISTS": self.lists, "NOTES": self.place is not None}
 
 
 class Work:
@@ -314,9 +324,9 @@ class Work:
             out, form = (0, 0), (0, 0, 0, 0, 0)
             if targets:
                 into = targets[at]
-                out = into.out.data_ptr(), into.values.data_ptr()
+                out = into.out.data_ptr() + 4 * into.skipped, into.values.data_ptr()
                 gone = 0 if into.gone is None else into.gone.data_ptr()
-                form = into.low_bits, into.cut, into.out.numel() // 4, gone, into.least
+                form = into.low_bits, into.cut, into.out.numel() // 4 - into.skipped, gone, into.least
             self._segments.add(
                 (shared.programs, groups.tiles, groups.sets, 0 if room else shared.programs),
                 *arrays, scratch, numbers, top, *out, shared.width, self._ks[at], shared.sharers, rank, room,

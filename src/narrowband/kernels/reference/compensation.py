@@ -26,6 +26,7 @@ __all__ = [
     "clear_all_if",
     "compensate",
     "compensate_select_topk",
+    "compensate_select_topk_all",
     "difference",
     "encode_topk",
     "encode_topk_all",
@@ -103,6 +104,32 @@ def encode_topk_all(
             write_payload(at, x[at], x.numel(), k, out)
             finite &= all_finite(x)
     return finite
+
+
+def compensate_select_topk_all(
+    xs: Sequence[Tensor],
+    ks: Sequence[int],
+    outs: Sequence[Tensor],
+    *,
+    residuals: Sequence[Tensor] = (),
+    decay: float = 1.0,
+) -> tuple[bool, list[Tensor], list[Tensor]]:
+    every, indices, values = True, [], []
+    for x, total, k, out in zip(xs, residuals or xs, ks, outs, strict=True):
+        every &= compensate(x, total, decay=decay) if residuals else all_finite(x)
+        at = select_topk(total, k)
+        write_indices(at, total.numel(), out)
+        indices.append(at)
+        values.append(total[at])
+        if residuals:
+            total[at] = -0.0
+    return every, indices, values
+
+
+def write_indices(at: Tensor, n: int, out: Tensor) -> None:
+    nbytes = elias_fano_nbytes(at.numel(), n)
+    elias_fano_encode(at, n, out[:nbytes])
+    out[nbytes:] = 0
 
 
 def difference(x: Tensor, base: Tensor, out: Tensor, *, below: float = math.inf) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from narrowband.kernels.reference.compensation import all_finite, restore_all_if, write_payload
+from narrowband.kernels.reference.compensation import all_finite, restore_all_if, write_indices, write_payload
 from narrowband.kernels.reference.selection import select_topk
 
 if TYPE_CHECKING:
@@ -62,12 +62,16 @@ def encode_momentum_topk_all(
     momentum: float,
     nesterov: bool = False,
     masking: bool = True,
+    values: Sequence[Tensor] = (),
 ) -> tuple[bool, list[Tensor], list[Tensor]]:
     every, indices, olds = True, [], []
-    for x, now, before, k, out in zip(xs, nows, befores, ks, outs, strict=True):
-        finite, at, values, _ = momentum_topk(x, now, before, k, momentum=momentum, nesterov=nesterov)
-        if finite:
-            write_payload(at, values, x.numel(), k, out)
+    for number, (x, now, before, k, out) in enumerate(zip(xs, nows, befores, ks, outs, strict=True)):
+        finite, at, sent, _ = momentum_topk(x, now, before, k, momentum=momentum, nesterov=nesterov)
+        if finite and values:
+            values[number].copy_(sent)
+            write_indices(at, x.numel(), out)
+        elif finite:
+            write_payload(at, sent, x.numel(), k, out)
         every &= finite
         indices.append(at)
         olds.append(forget(now, before, at, momentum=momentum, nesterov=nesterov, masking=masking))

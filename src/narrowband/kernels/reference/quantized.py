@@ -155,9 +155,17 @@ def quantize_all(
 
 
 def dequantize_means(
-    payloads: Tensor, places: Sequence[slice], outs: Sequence[Tensor], *, bits: int, group: int, scale: Scale
+    payloads: Tensor,
+    places: Sequence[slice],
+    outs: Sequence[Tensor],
+    *,
+    bits: int,
+    group: int,
+    scale: Scale,
+    accumulate: bool = False,
 ) -> None:
     weight = 1.0 / len(payloads)
     for place, out in zip(places, outs, strict=True):
         for rank, row in enumerate(payloads):
-            dequantize_groups(row[place], out, bits=bits, group=group, scale=scale, weight=weight, accumulate=rank > 0)
+            adds = accumulate or rank > 0
+            dequantize_groups(row[place], out, bits=bits, group=group, scale=scale, weight=weight, accumulate=adds)

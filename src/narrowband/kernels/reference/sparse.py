@@ -21,6 +21,7 @@ __all__ = [
     "elias_fano_decode",
     "elias_fano_encode",
     "sparse_accumulate",
+    "sparse_accumulate_all",
     "sparse_sum",
     "sparse_sum_all",
     "sparse_sum_rows",
@@ -34,6 +35,13 @@ def check_indices(indices: Tensor, n: int) -> None:
 
 def sparse_accumulate(out: Tensor, indices: Tensor, values: Tensor, weight: float = 1.0) -> None:
     out.index_add_(0, indices, values * weight)
+
+
+def sparse_accumulate_all(
+    outs: Sequence[Tensor], indices: Sequence[Tensor], values: Sequence[Tensor], weight: float = 1.0
+) -> None:
+    for each in zip(outs, indices, values, strict=True):
+        sparse_accumulate(*each, weight)
 
 
 def sparse_sum(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], weight: float = 1.0) -> None:
@@ -107,7 +115,20 @@ def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) 
 
 
 def sparse_sum_all(
-    outs: Sequence[Tensor], payloads: Tensor, begins: Sequence[int], ks: Sequence[int], weight: float = 1.0
+    outs: Sequence[Tensor],
+    payloads: Tensor,
+    begins: Sequence[int],
+    ks: Sequence[int],
+    weight: float = 1.0,
+    *,
+    values: Sequence[Tensor] = (),
+    accumulate: bool = False,
 ) -> None:
-    for out, begin, k in zip(outs, begins, ks, strict=True):
-        sparse_sum_rows(out, payloads[:, begin:], k, weight)
+    for at, (out, begin, k) in enumerate(zip(outs, begins, ks, strict=True)):
+        n, head = out.numel(), begin + (0 if values else 4 * k)
+        parts = [elias_fano_decode(row[head : head + elias_fano_nbytes(k, n)], k, n) for row in payloads]
+        own = values[at] if values else payloads[:, begin:head].contiguous().view(torch.float32)
+        if not accumulate:
+            out.zero_()
+        for indices, value in zip(parts, own, strict=True):
+            sparse_accumulate(out, indices, value, weight)
