@@ -208,7 +208,8 @@ class FactorReduce(Exchange):
             for block, missing in zip(blocks, lacking, strict=True):
                 for matrix, rows, which in zip(block.matrices, block.q, missing, strict=True):
                     r, length = rows.shape
-                    rows[which] = start(length, r, ~matrix.operand.seed(0), rows.device)[which]
+                    new = start(length, r, ~matrix.operand.seed(0), rows.device)
+                    rows.copy_(torch.where(which[:, None], new, rows))  # rows[which] would wait for each matrix
         return drawn
 
     def _matrix(self, operand: Operand, *, takes_part: bool) -> Matrix:

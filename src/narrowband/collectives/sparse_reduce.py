@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -33,6 +34,7 @@ from narrowband.collectives.engine import QueueName, Transfer
 from narrowband.collectives.exchange import TRAILER, Exchange, Sent
 from narrowband.collectives.primitives import all_gather, all_to_all, spans_of
 from narrowband.errors import UnsupportedError
+from narrowband.kernels import Findings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,6 +75,7 @@ class SparseReduce(Exchange):
 
     name: ClassVar[str] = "sparse_reduce"
     overhead_nbytes: ClassVar[int] = 1 << 16
+    asks_late: ClassVar[bool] = True
     #: An all-gather delivers everything that was sent, so it is preferred up to twice the traffic.
     handicap: ClassVar[float] = 2.0
 
@@ -194,12 +197,22 @@ class SparseReduce(Exchange):
         size, device = self.peers.size, rows.device
         self._own = torch.empty(size, self._room, dtype=torch.int32, device=device)
         self._own_values = torch.empty(size, self._room, dtype=torch.float32, device=device)
-        parts = zip(self.operands, self._payloads, self._shares, self._rooms, strict=True)
-        for i, (operand, payload, share, room) in enumerate(parts):
-            if room.stop > room.start:
-                elements = self._elements.pop(i, None) or operand.codec.elements(payload, operand.shape)
-                _deal(operand, elements, self._own[:, room], self._own_values[:, room])
-                self._own[:, room] += share.start
+        sent = [i for i, room in enumerate(self._rooms) if room.stop > room.start]
+        tables = {i: (self._own[:, self._rooms[i]], self._own_values[:, self._rooms[i]]) for i in sent}
+        most = []
+        with Findings(device).noting(Findings.OWN):  # what this rank has encoded is not damaged
+            for i in sent:
+                operand, payload = self.operands[i], self._payloads[i]
+                if i not in self._elements:
+                    self._elements[i] = operand.codec.elements(payload, operand.shape)
+                n, turn = operand.x.numel(), operand.index
+                most.append(kernels.split_shares(*self._elements[i], *tables[i], n=n, turn=turn))
+        for i, number in zip(sent, torch.stack(most).tolist() if most else (), strict=True):  # waits once for all
+            local, values = tables[i]
+            if number > local.shape[1]:
+                _deal_largest(self.operands[i], self._elements[i], local, values, number)
+            local += self._shares[i].start
+        self._elements.clear()
         for row, at, values in zip(rows, self._own, self._own_values, strict=True):
             _write_row(at, values, self._share, row)
 
@@ -209,8 +222,11 @@ class SparseReduce(Exchange):
         if bool(received[:, -1].any()):
             return
         total = torch.empty(self._share, dtype=torch.float32, device=received.device)
-        kernels.sparse_sum_rows(total, received[:, : self._row], self._room, 1.0 / self.peers.size)
-        if not kernels.all_finite(total):
+        found = Findings(received.device)
+        with found.noting(Findings.OWN):
+            kernels.sparse_sum_rows(total, received[:, : self._row], self._room, 1.0 / self.peers.size)
+            finite = kernels.all_finite(total)
+        if not (found.answer() and finite):
             return
         at = torch.empty(self._number, dtype=torch.int32, device=received.device)
         for share, sums in zip(self._shares, self._sums, strict=True):
@@ -224,23 +240,30 @@ class SparseReduce(Exchange):
         number = self._number
         self._means = arrived[:, : 4 * number].view(torch.float32)
         coded = arrived[:, 4 * number : 4 * number + kernels.elias_fano_nbytes(number, self._share)]
-        self._places = torch.stack([kernels.elias_fano_decode(row, number, self._share) for row in coded.contiguous()])
+        noted = Findings(arrived.device)
+        with noted.noting(Findings.OWN):
+            rows = [kernels.elias_fano_decode(row, number, self._share) for row in coded.contiguous()]
+        self._places = torch.stack(rows)
         found = torch.searchsorted(self._places, self._own).clamp_(max=number - 1)
         # Padding of a row has a value of zero.
         self._there = (self._places.gather(1, found) == self._own) & (self._own_values != 0)
+        ends = torch.tensor([room.stop for room in self._rooms], dtype=torch.int64, device=arrived.device)
+        until = torch.nn.functional.pad(self._there.sum(0).cumsum(0), (1, 0)).index_select(0, ends).tolist()
+        self._delivered = [end - begin for begin, end in pairwise([0, *until])]
+        noted.answer()
 
     def _finish_feedback(self, good: bool) -> None:
         if not good:
             super()._finish_feedback(good)
             return
-        for operand, share, room in zip(self.operands, self._shares, self._rooms, strict=True):
+        parts = zip(self.operands, self._shares, self._rooms, self._delivered, strict=True)
+        for operand, share, room, number in parts:
             if not operand.compensated:
                 continue
             assert operand.feedback is not None
             whole = kernels.from_share(self._own[:, room] - share.start, turn=operand.index)
-            there = self._there[:, room]
-            at, order = whole[there].sort()
-            values = self._own_values[:, room][there][order]
+            at, order = whole.masked_fill_(~self._there[:, room], _MOST).view(-1).sort()  # how many: the host knows
+            at, values = at[:number], self._own_values[:, room].reshape(-1)[order[:number]]
             norms = operand.feedback.commit_arrived(operand.key, operand.x, at, values, measure=self.measure)
             if norms is not None:
                 self.norms[operand.key] = norms
@@ -249,23 +272,27 @@ class SparseReduce(Exchange):
         for operand, share, sums in zip(self.operands, self._shares, self._sums, strict=True):
             at = kernels.from_share(self._places[:, sums] - share.start, turn=operand.index).view(-1)
             means = self._means[:, sums].reshape(-1)
-            inside = at < operand.x.numel()  # a share has whole blocks: the last may reach beyond the tensor
+            n = operand.x.numel()
+            means.masked_fill_(at >= n, 0.0)  # a share has whole blocks: the last may reach beyond the tensor
             with self._mean_of(operand, good) as mean:
                 flat = mean.view(-1).zero_()
-                flat.index_add_(0, at[inside], means[inside].to(flat.dtype))
+                if n:
+                    flat.index_add_(0, at.clamp_(max=n - 1), means.to(flat.dtype))
         del self._means, self._places
 
 
-def _deal(operand: Operand, elements: tuple[Tensor, Tensor], local: Tensor, values: Tensor) -> None:
-    """Write each element of a tensor into its owner's row; where a row has no room for all, only the largest."""
-    numel = operand.x.numel()
-    at, own = elements
-    turn, (ranks, room) = operand.index, local.shape
-    most = kernels.split_shares(at, own, local, values, n=numel, turn=turn)
-    if most <= room:
-        return
+def _deal_largest(operand: Operand, elements: tuple[Tensor, Tensor], local: Tensor, values: Tensor, most: int) -> None:
+    """Write the largest elements of a tensor into their owners' rows, which have no room for all.
+
+    Args:
+        operand: the tensor.
+        elements: all of its elements: indices and values.
+        local, values: the rows.
+        most: the largest number of elements of an owner.
+    """
+    ranks, room = local.shape
     table, table_values = local.new_empty(ranks, most), values.new_empty(ranks, most)
-    kernels.split_shares(at, own, table, table_values, n=numel, turn=turn)
+    kernels.split_shares(*elements, table, table_values, n=operand.x.numel(), turn=operand.index)
     largest = table_values.abs().topk(room, dim=1).indices.sort(dim=1).values
     local.copy_(table.gather(1, largest))
     values.copy_(table_values.gather(1, largest))

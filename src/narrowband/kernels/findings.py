@@ -69,6 +69,17 @@ class Findings:
         else:
             self.place(what).bitwise_or_(bad.view(1).to(torch.int32))
 
+    def answer(self) -> bool:
+        """Wait for the device, and return whether all data is finite.
+
+        Raises:
+            PayloadError: a payload is damaged.
+        """
+        *bad, damaged = self.places.tolist()
+        if damaged:
+            raise PayloadError("a payload is damaged: its indices are not sorted, or not those of its tensor")
+        return not any(bad)
+
     @contextmanager
     def noting(self, what: int) -> Iterator[None]:
         """Make loops of this thread note instead of answer: non-finite data as ``what``, damage as ``DAMAGED``."""

@@ -31,7 +31,7 @@ def share_numel(n: int, ranks: int) -> int:
     return -(-n // (SHARE_BLOCK * ranks)) * SHARE_BLOCK
 
 
-def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: Tensor, *, n: int, turn: int) -> int:
+def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: Tensor, *, n: int, turn: int) -> Tensor:
     """Sort elements by their owners, into tables with a row per owner.
 
     Args:
@@ -44,10 +44,10 @@ def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: 
         turn: varies the hash from tensor to tensor.
 
     Returns:
-        The largest number of elements of any owner. If it exceeds the room, the last elements of that owner are
-        missing from the tables.
+        One int: the largest number of elements of any owner. If it exceeds the room, the last elements of that owner
+        are missing from the tables.
     """
-    return int(backend_of(indices).split_shares(indices, values, local, sorted_values, n=n, turn=turn))
+    return cast("Tensor", backend_of(indices).split_shares(indices, values, local, sorted_values, n=n, turn=turn))
 
 
 def from_share(local: Tensor, *, turn: int) -> Tensor:

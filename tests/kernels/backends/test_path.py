@@ -30,10 +30,15 @@ SPECS = (
     "uniform:bits=3+ef21",
     "uniform:bits=5+ef:decay=0.9",
     "powersgd:rank=2",
+    "topk:density=0.2+ef",
+    "dgc:density=0.2",
 )
 
-#: What is encoded once more by its owners.
-SCATTERED = "uniform:bits=5+ef:decay=0.9"
+#: What is encoded once more by its owners, or added up by them.
+COLLECTIVES = {
+    "uniform:bits=5+ef:decay=0.9": "scatter_reduce", "topk:density=0.2+ef": "sparse_reduce",
+    "dgc:density=0.2": "sparse_reduce",
+}  # fmt: skip
 
 
 def small():
@@ -57,7 +62,7 @@ def trained(rank, world_size, package):
         # The interpreter takes its time, and set-up runs what training runs; some of it shows that it does.
         warmup._SIDES = (32,) if spec.startswith("uniform:bits=3") else ()
         model = wrap(small())
-        handle = compress(model, spec, min_numel=64, collective="scatter_reduce" if spec == SCATTERED else "auto")
+        handle = compress(model, spec, min_numel=64, collective=COLLECTIVES.get(spec, "auto"))
         optimizer = sgd(model, 0.2)
         losses = train(model, rank, [0], optimizer)
         (loss_of(model, 1, rank) + (torch.inf * model.module[0].weight[0, 0] if rank else 0.0)).backward()
@@ -77,7 +82,7 @@ def ranks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")  # on machines with a GPU, too: Triton asks as it is imported
         return [
-            run_ranks(trained, 2, f"narrowband.kernels.{name}", fresh=True, timeout_s=180)
+            run_ranks(trained, 2, f"narrowband.kernels.{name}", fresh=True, timeout_s=300)
             for name in ("cuda", "reference")
         ]
 

@@ -22,7 +22,7 @@ def split(backend, at: torch.Tensor, values: torch.Tensor, ranks: int, room: int
     local = place(backend, torch.full((ranks, room + 5), -7, dtype=torch.int32))
     sorted_values = place(backend, torch.full((ranks, room + 5), -7.0))
     arrays = place(backend, at), place(backend, values), local[:, 2:-3], sorted_values[:, 2:-3]
-    most = backend.split_shares(*arrays, n=n, turn=turn)
+    most = int(backend.split_shares(*arrays, n=n, turn=turn))
     return back((local, sorted_values, most))
 
 

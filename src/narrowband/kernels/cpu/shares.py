@@ -71,12 +71,12 @@ def _turned(turn: int) -> int:
     return turn * 0x85EBCA77 & 0xFFFFFFFF
 
 
-def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: Tensor, *, n: int, turn: int) -> int:
+def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: Tensor, *, n: int, turn: int) -> Tensor:
     counts = np.zeros(local.shape[0], np.int64)
     last = I32(max(0, share_numel(n, local.shape[0]) - 1))
     tables = local.numpy(), sorted_values.numpy()
     _split(indices.numpy(), values.numpy(), _turned(turn), last, counts, *tables)
-    return int(counts.max())
+    return torch.from_numpy(counts).amax()
 
 
 def from_share(local: Tensor, *, turn: int) -> Tensor:

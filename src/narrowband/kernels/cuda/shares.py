@@ -97,12 +97,12 @@ def _folded(turn: int) -> int:
     return signed(turn * 0x85EBCA77 & 0xFFFFFFFF)
 
 
-def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: Tensor, *, n: int, turn: int) -> int:
+def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: Tensor, *, n: int, turn: int) -> Tensor:
     (ranks, room), k = local.shape, indices.numel()
     local.fill_(max(0, share_numel(n, ranks) - 1))
     sorted_values.zero_()
     if not k:
-        return 0
+        return torch.zeros((), dtype=torch.int64, device=indices.device)
     columns = triton.next_power_of_2(ranks)
     width = max(16, min(_SORTED, _TABLE // columns))
     programs, tile = -(-k // width), {"RANKS": columns, "WIDTH": width}
@@ -111,7 +111,7 @@ def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: 
     ends = counts.cumsum(1, dtype=torch.int32)
     tables = local, sorted_values, k, ranks, room, local.stride(0), sorted_values.stride(0)
     run(_deal, programs, indices, values, ends, counts, *tables, _folded(turn), on=indices, **tile)
-    return int(ends[:, -1].amax())
+    return ends[:, -1].amax().long()
 
 
 def from_share(local: Tensor, *, turn: int) -> Tensor:

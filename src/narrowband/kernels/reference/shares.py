@@ -21,7 +21,7 @@ def _shift(rows: Tensor, ranks: int, turn: int) -> Tensor:
     return (h ^ (h >> 13)) % ranks
 
 
-def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: Tensor, *, n: int, turn: int) -> int:
+def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: Tensor, *, n: int, turn: int) -> Tensor:
     ranks, room = local.shape
     at = indices.long()
     block = at // SHARE_BLOCK
@@ -38,7 +38,7 @@ def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: 
     sorted_values.zero_()
     local[row, place] = (rows * SHARE_BLOCK + at % SHARE_BLOCK).to(torch.int32)[order]
     sorted_values[row, place] = values[order]
-    return int(counts.max())
+    return counts.amax()
 
 
 def from_share(local: Tensor, *, turn: int) -> Tensor:
