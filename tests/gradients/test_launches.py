@@ -175,6 +175,13 @@ def test_gradients_in_16_bits_cost_a_copy_each():
     assert found["operators"] <= 90, found
 
 
+def test_loops_for_one_tensor_take_no_table():
+    """Those that read and store residuals in 8 bits start tensor by tensor where gradients have 16 bits."""
+    (found,) = run_ranks(counted, 1, "uniform:bits=4+ef:store=int8", None, torch.bfloat16, fresh=True)
+    assert found["_in_8"] == 50
+    assert found["tables"] <= 53, found
+
+
 def test_inside_of_nodes_nobody_waits_for_the_device():
     found, *_ = run_ranks(counted, 4, "uniform:bits=4+ef", 2, fresh=True)
     assert (

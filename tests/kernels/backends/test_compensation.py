@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
+from narrowband.errors import PayloadError
 from narrowband.kernels import Findings
 from narrowband.kernels.cpu import selection
 from tests.kernels.backends.common import (
@@ -224,3 +225,14 @@ def test_a_loop_that_notes_what_it_finds_says_that_all_is_well(broken: float) ->
             assert answers == [broken == 0.0] * 2
             assert noted == [0, 0, 0]
         assert backend.all_finite(residual) is (broken == 0.0)
+
+
+@pytest.mark.parametrize(("what", "finite"), [(None, True), (Findings.OWN, False), (Findings.ANY, False)])
+def test_the_host_may_ask_for_what_was_noted(what: int | None, finite: bool) -> None:
+    findings = Findings(torch.device("cpu"))
+    if what is not None:
+        findings.note(what, bad=True)
+    assert findings.answer() is finite
+    findings.note(Findings.DAMAGED, torch.tensor(True))
+    with pytest.raises(PayloadError, match="damaged"):
+        findings.answer()

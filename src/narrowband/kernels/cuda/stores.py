@@ -1,4 +1,4 @@
-"""Residuals stored in fewer bits, in Triton. A launch takes several tensors; one is a table with one row."""
+"""Residuals stored in fewer bits, in Triton. There are loops for one tensor, and for several at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from narrowband.kernels.cuda.common import BLOCK, INFINITE, MAGNITUDE, fold_seed, mix
-from narrowband.kernels.cuda.launching import Segments, kernel, segment
+from narrowband.kernels.cuda.launching import Segments, kernel, run, segment
 from narrowband.kernels.stores import LEAST_POWER, STORE_GROUP
 
 if TYPE_CHECKING:
@@ -34,20 +34,10 @@ def _noise(i, folded):
 
 
 @kernel
-def _in_16(table, count, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FORMER: tl.constexpr, SEGMENTS: tl.constexpr):
-    """With FORMER, first copy what was stored to where a row says."""
-    own, part = segment(table, count, 6, SEGMENTS)
-    bits = tl.load(own + 1).to(tl.pointer_type(tl.int32))
-    out = tl.load(own + 2).to(tl.pointer_type(tl.int16))
-    n = tl.load(own + 4)
-    folded = tl.load(own + 5).to(tl.int32)
-    if ALIGNED:
-        bits = tl.multiple_of(bits, 16)
-        out = tl.multiple_of(out, 16)
-        n = tl.multiple_of(n, 16)
+def _keep_16(bits, out, former, part, n, folded, WIDTH: tl.constexpr, FORMER: tl.constexpr):
+    """Store a program's part of a tensor. With FORMER, first copy there what was stored."""
     i = part * WIDTH + tl.arange(0, WIDTH)
     if FORMER:
-        former = tl.load(own + 3).to(tl.pointer_type(tl.int16))
         tl.store(former + i, tl.load(out + i, mask=i < n), mask=i < n)
         tl.debug_barrier()  # a thread may store what another has loaded
     kept = (tl.load(bits + i, mask=i < n, other=0).to(tl.uint32, bitcast=True) + _noise(i, folded)) >> 16
@@ -55,22 +45,37 @@ def _in_16(table, count, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FORMER: tl.
 
 
 @kernel
-def _in_8(
-    table, count,
-    STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, FORMER: tl.constexpr, SENT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-):  # fmt: skip
-    """Elements are in two halves of groups along the first axis, so that a thread has both elements of a hash.
+def _in_16(bits, out, n, folded, WIDTH: tl.constexpr):
+    _keep_16(bits, out, out, tl.program_id(0).to(tl.int64), n, folded, WIDTH, False)
 
-    Memory is read and written with the groups side by side; see ``quantized._whole``. With FORMER, first copy what was
-    stored to where a row says. With SENT, see :func:`narrowband.kernels.keep_all`.
+
+@kernel
+def _in_16_segments(
+    table, count, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FORMER: tl.constexpr, SEGMENTS: tl.constexpr
+):  # fmt: skip
+    own, part = segment(table, count, 6, SEGMENTS)
+    bits = tl.load(own + 1).to(tl.pointer_type(tl.int32))
+    out = tl.load(own + 2).to(tl.pointer_type(tl.int16))
+    former = tl.load(own + 3).to(tl.pointer_type(tl.int16))
+    n = tl.load(own + 4)
+    if ALIGNED:
+        bits = tl.multiple_of(bits, 16)
+        out = tl.multiple_of(out, 16)
+        n = tl.multiple_of(n, 16)
+    _keep_16(bits, out, former, part, n, tl.load(own + 5).to(tl.int32), WIDTH, FORMER)
+
+
+@kernel
+def _keep_8(
+    x, codes, exponents, former, least, part, n, folded,
+    STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, FORMER: tl.constexpr, SENT: tl.constexpr,
+):  # fmt: skip
+    """Store a program's part of a tensor. With FORMER, first copy there what was stored. With SENT, see
+    :func:`narrowband.kernels.keep_all`.
+
+    Elements are in two halves of groups along the first axis, so that a thread has both elements of a hash. Memory is
+    read and written with the groups side by side; see ``quantized._whole``.
     """
-    own, part = segment(table, count, 8, SEGMENTS)
-    x = tl.load(own + 1).to(tl.pointer_type(tl.float32))
-    codes = tl.load(own + 2).to(tl.pointer_type(tl.int8))
-    exponents = tl.load(own + 3).to(tl.pointer_type(tl.int8))
-    n = tl.load(own + 6)
-    folded = tl.load(own + 7).to(tl.int32)
     left = tl.minimum(n - part * (ROWS * _GROUP), ROWS * _GROUP).to(tl.int32)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, ROWS * _HALF)
@@ -83,7 +88,6 @@ def _in_8(
         codes = tl.multiple_of(codes, 16)
         left = tl.multiple_of(left, 16)
     if FORMER:
-        former = tl.load(own + 4).to(tl.pointer_type(tl.int8))
         behind = former + n + part * ROWS + row
         former += part * (ROWS * _GROUP)
         tl.store(former + element, tl.load(codes + element, mask=element < left), mask=element < left)
@@ -93,7 +97,7 @@ def _in_8(
     magnitude = v.to(tl.int32, bitcast=True) & MAGNITUDE
     if SENT:
         sent = magnitude > INFINITE
-        magnitude = tl.where(sent, tl.load(tl.load(own + 5).to(tl.pointer_type(tl.int32))), magnitude)
+        magnitude = tl.where(sent, tl.load(least), magnitude)
         v = tl.where(sent, 0.0, v)
     top = tl.max(tl.max(magnitude, 0), 1)
     exponent = (top >> 23) - 126 - tl.where((top & 0x007FFFFF) <= 0x007E0000, 7, 6)
@@ -114,7 +118,43 @@ def _in_8(
 
 
 @kernel
-def _from_8(table, count, ROWS: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr):
+def _in_8(x, codes, exponents, n, folded, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr):
+    part = tl.program_id(0).to(tl.int64)
+    _keep_8(x, codes, exponents, codes, codes, part, n, folded, STOCHASTIC, ROWS, False, False, False)
+
+
+@kernel
+def _in_8_segments(
+    table, count, ROWS: tl.constexpr, ALIGNED: tl.constexpr, FORMER: tl.constexpr, SENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    own, part = segment(table, count, 8, SEGMENTS)
+    x = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+    codes = tl.load(own + 2).to(tl.pointer_type(tl.int8))
+    exponents = tl.load(own + 3).to(tl.pointer_type(tl.int8))
+    former = tl.load(own + 4).to(tl.pointer_type(tl.int8))
+    least = tl.load(own + 5).to(tl.pointer_type(tl.int32))
+    n, folded = tl.load(own + 6), tl.load(own + 7).to(tl.int32)
+    _keep_8(x, codes, exponents, former, least, part, n, folded, True, ROWS, ALIGNED, FORMER, SENT)
+
+
+@kernel
+def _read_8(codes, exponents, out, part, n, ROWS: tl.constexpr):
+    g = part * ROWS + tl.arange(0, ROWS)
+    element = g[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    exponent = tl.load(exponents + g, mask=g * _GROUP < n, other=0).to(tl.int32)
+    scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    code = tl.load(codes + element, mask=element < n, other=0)
+    tl.store(out + element, code.to(tl.float32) * scale[:, None], mask=element < n)
+
+
+@kernel
+def _from_8(codes, exponents, out, n, ROWS: tl.constexpr):
+    _read_8(codes, exponents, out, tl.program_id(0).to(tl.int64), n, ROWS)
+
+
+@kernel
+def _from_8_segments(table, count, ROWS: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr):
     own, part = segment(table, count, 5, SEGMENTS)
     codes = tl.load(own + 1).to(tl.pointer_type(tl.int8))
     exponents = tl.load(own + 2).to(tl.pointer_type(tl.int8))
@@ -124,28 +164,34 @@ def _from_8(table, count, ROWS: tl.constexpr, ALIGNED: tl.constexpr, SEGMENTS: t
         codes = tl.multiple_of(codes, 16)
         out = tl.multiple_of(out, 16)
         n = tl.multiple_of(n, 16)
-    g = part * ROWS + tl.arange(0, ROWS)
-    element = g[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-    exponent = tl.load(exponents + g, mask=g * _GROUP < n, other=0).to(tl.int32)
-    scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    code = tl.load(codes + element, mask=element < n, other=0)
-    tl.store(out + element, code.to(tl.float32) * scale[:, None], mask=element < n)
-
-
-def _aligned(xs: Sequence[Tensor], codes: Sequence[Tensor]) -> bool:
-    """Whether 16 bytes can be read at a time, of any part of these tensors."""
-    return not any(x.data_ptr() % 16 or own.data_ptr() % 16 or x.numel() % 16 for x, own in zip(xs, codes, strict=True))
+    _read_8(codes, exponents, out, part, n, ROWS)
 
 
 def keep_in_16(x: Tensor, out: Tensor, *, seed: int | None) -> None:
     if seed is None:
         out.copy_(x)
-    else:
-        keep_all([x], [(out, None)], seeds=[seed])
+        return
+    arrays = x.view(torch.int32), out.view(torch.int16)
+    run(_in_16, -(-x.numel() // BLOCK), *arrays, x.numel(), fold_seed(seed), on=x, WIDTH=BLOCK)
 
 
 def keep_in_8(x: Tensor, codes: Tensor, exponents: Tensor, *, seed: int | None) -> None:
-    _keep([x], [(codes, exponents)], [seed or 0], (), None, stochastic=seed is not None)
+    programs = -(-exponents.numel() // _ROWS)
+    folded = fold_seed(seed or 0)
+    form = {"STOCHASTIC": seed is not None, "ROWS": _ROWS, "num_warps": 2}
+    run(_in_8, programs, x, codes, exponents, x.numel(), folded, on=x, **form)
+
+
+def read_from_8(codes: Tensor, exponents: Tensor, out: Tensor) -> None:
+    run(_from_8, -(-exponents.numel() // _ROWS), codes, exponents, out, out.numel(), on=out, ROWS=_ROWS)
+
+
+# ---- several tensors -------------------------------------------------------------------------------------------------
+
+
+def _aligned(xs: Sequence[Tensor], codes: Sequence[Tensor]) -> bool:
+    """Whether 16 bytes can be read at a time, of any part of these tensors."""
+    return not any(x.data_ptr() % 16 or own.data_ptr() % 16 or x.numel() % 16 for x, own in zip(xs, codes, strict=True))
 
 
 def keep_all(
@@ -155,18 +201,6 @@ def keep_all(
     seeds: Sequence[int],
     formers: Sequence[Tensor] = (),
     least: Tensor | None = None,
-) -> None:
-    _keep(xs, stored, seeds, formers, least, stochastic=True)
-
-
-def _keep(
-    xs: Sequence[Tensor],
-    stored: Sequence[Stored],
-    seeds: Sequence[int],
-    formers: Sequence[Tensor],
-    least: Tensor | None,
-    *,
-    stochastic: bool,
 ) -> None:
     halves, bytes_ = Segments(xs[0]), Segments(xs[0])
     lesser = 0 if least is None else least.data_ptr()
@@ -179,12 +213,8 @@ def _keep(
             bytes_.add(-(-groups // _ROWS), *arrays, exponents.data_ptr(), memory, lesser, n, fold_seed(seed))
         lesser += 4 if lesser else 0
     form = {"ALIGNED": _aligned(xs, [codes for codes, _ in stored]), "FORMER": bool(formers)}
-    halves.run(_in_16, WIDTH=BLOCK, **form)
-    bytes_.run(_in_8, STOCHASTIC=stochastic, ROWS=_ROWS, SENT=least is not None, num_warps=2, **form)
-
-
-def read_from_8(codes: Tensor, exponents: Tensor, out: Tensor) -> None:
-    read_all([(codes, exponents)], [out])
+    halves.run(_in_16_segments, WIDTH=BLOCK, **form)
+    bytes_.run(_in_8_segments, ROWS=_ROWS, SENT=least is not None, num_warps=2, **form)
 
 
 def read_all(stored: Sequence[Stored], outs: Sequence[Tensor]) -> None:
@@ -196,4 +226,4 @@ def read_all(stored: Sequence[Stored], outs: Sequence[Tensor]) -> None:
         if exponents is not None:
             arrays = codes.data_ptr(), exponents.data_ptr(), out.data_ptr()
             segments.add(-(-exponents.numel() // _ROWS), *arrays, out.numel())
-    segments.run(_from_8, ROWS=_ROWS, ALIGNED=_aligned(outs, [codes for codes, _ in stored]))
+    segments.run(_from_8_segments, ROWS=_ROWS, ALIGNED=_aligned(outs, [codes for codes, _ in stored]))
