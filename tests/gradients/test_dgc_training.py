@@ -53,6 +53,12 @@ def test_density_falls_by_steps_or_epochs():
         assert "set_epoch" in kept["no epoch"][1]
 
 
+def with_others(model, **options):
+    """SGD for a model, without momentum, and for a tensor that is not averaged, with these options."""
+    groups = [{"params": list(model.parameters())}, {"params": [torch.zeros(3)], **options}]
+    return torch.optim.SGD(groups, lr=0.05)
+
+
 def momentum_twice(rank, world_size):
     said = {}
     for name, optimizer, spec in (
@@ -60,7 +66,7 @@ def momentum_twice(rank, world_size):
         ("adam", lambda m: torch.optim.Adam(m.parameters()), SPARSE),
         ("another", lambda m: nb.DGCSGD(m.parameters(), momentum=0.8), SPARSE),
         ("variant", lambda m: nb.DGCSGD(m.parameters(), momentum=0.9, nesterov=True), SPARSE),
-        ("other parameters", lambda _: torch.optim.SGD([torch.zeros(3)], lr=1.0, momentum=0.9), SPARSE),
+        ("other parameters", lambda m: with_others(m, momentum=0.9), SPARSE),
         ("adam without", lambda m: torch.optim.Adam(m.parameters(), betas=(0.0, 0.999)), SPARSE),
         ("left to sgd", lambda m: sgd(m, momentum=0.9), SPARSE + ",momentum=0"),
         ("not dgc", lambda m: sgd(m, momentum=0.9), "topk:density=0.05+ef"),

@@ -40,6 +40,9 @@ def wrong_calls(rank, world_size):
     errors["unknown small"] = refusal(lambda: compress(model, "qsgd:bits=4", small="fuse"))
     rates = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
     errors["no optimizer"] = refusal(lambda: compress(model, "dgc", optimizer=rates))
+    theirs = torch.optim.SGD(mlp().parameters())
+    errors["another's optimizer"] = refusal(lambda: compress(model, "qsgd:bits=4", optimizer=theirs))
+    errors["another's, averager"] = refusal(lambda: nb.Averager(mlp(), "dgc", optimizer=theirs))
     train(model, rank, range(1))  # none of these has touched the model
     ended = compress(model, "none")
     ended.remove()
@@ -85,6 +88,11 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         "a path": ("TypeError", "pass nb.Plan.load('plan.json')"),
         "unknown small": ("ValueError", "small='fuse' is neither 'uncompressed' nor 'fused' nor a spec: unknown codec"),
         "no optimizer": ("TypeError", "optimizer= takes the optimizer that steps the model, not StepLR"),
+        "another's optimizer": (
+            "ValueError",
+            "this SGD has none of its parameters: it was created for another mod",
+        ),
+        "another's, averager": ("ValueError", "Create the optimizer after that, from model.parameters()"),
         "resumed after its end": ("RuntimeError", "resume: this handle was removed"),
         "unknown codec": ("ValueError", "did you mean 'topk'?"),
         "unknown key": ("ValueError", "did you mean 'density'?"),
@@ -114,6 +122,34 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         assert errors[name] is not None, name
         assert errors[name][0] == kind, f"{name}: {errors[name]}"
         assert words in errors[name][1], f"{name}: {errors[name][1]}"
+
+
+def optimizers_of_a_part(rank, world_size):
+    """What is said of optimizers that have a part of a model, or copies of its parameters in more bits."""
+    spec = "dgc:density=0.1,momentum=0.9"
+
+    def said(module, make):
+        return refusal(lambda: compress(wrap(module), spec, optimizer=make(module)))
+
+    def copies(module, **options):
+        return torch.optim.SGD([p.detach().float() for p in module.parameters()], lr=0.1, **options)
+
+    return {
+        "a layer": said(mlp(), lambda module: torch.optim.SGD(module[3].parameters(), lr=0.1)),
+        "copies": said(mlp(torch.bfloat16), copies),
+        "copies with momentum": said(mlp(torch.bfloat16), lambda module: copies(module, momentum=0.9)),
+        "copies in as many bits": said(mlp(), copies),
+        "copies of another": said(mlp(torch.bfloat16), lambda _: copies(nn.Linear(4, 4))),
+    }
+
+
+def test_an_optimizer_may_have_a_part_of_the_model_or_copies_in_more_bits():
+    for said in run_ranks(optimizers_of_a_part, 2):
+        assert said["a layer"] is said["copies"] is None
+        assert "momentum is applied twice: SGD has momentum=0.9" in said["copies with momentum"][1]
+        for name in ("copies in as many bits", "copies of another"):
+            assert said[name][0] == "ValueError"
+            assert "SGD has none of its parameters" in said[name][1]
 
 
 def averaged_by_others(rank, world_size):

@@ -61,7 +61,8 @@ class Averager(Handle):
     Raises:
         TypeError: something without named parameters.
         ValueError: a spec, a number or a collective that does not exist; nothing to average; two parameters of one
-            name; momentum in both the optimizer and the spec, or in none; or ranks that disagree.
+            name; an optimizer of other parameters; momentum in both the optimizer and the spec, or in none; or ranks
+            that disagree.
         UnsupportedError: no process group, one with ranks that hold parts of the same sharded parameters; a module
             whose gradients others average among the same ranks, such as a DistributedDataParallel; or a combination
             that cannot work.

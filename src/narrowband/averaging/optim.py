@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from narrowband.feedback import State
 
-__all__ = ["DGCSGD", "check_momentum"]
+__all__ = ["DGCSGD", "check_momentum", "check_steps"]
 
 
 class DGCSGD(torch.optim.Optimizer):
@@ -85,20 +85,50 @@ class DGCSGD(torch.optim.Optimizer):
         return loss
 
 
+def check_steps(optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor]) -> None:
+    """Raise an error unless this is the optimizer that steps these parameters, or copies of them in more bits.
+
+    Raises:
+        TypeError: no optimizer.
+        ValueError: it has none of the parameters.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer= takes the optimizer that steps the model, not {type(optimizer).__name__}")
+    trained = [p for p in parameters if p.requires_grad]
+    if trained and not _groups_with(optimizer, trained):
+        raise ValueError(
+            f"optimizer= takes the optimizer that steps the model, but this {type(optimizer).__name__} has none of its "
+            "parameters: it was created for another model, or before these parameters were. (fully_shard, "
+            "load_state_dict(assign=True) and copies of a model make new ones.) Create the optimizer after that, from "
+            "model.parameters()"
+        )
+
+
+def _groups_with(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
+    """Return the optimizer's groups that have any of these parameters.
+
+    Where parameters are in 16 bits, an optimizer may step copies of them in 32 instead. These are told by their number
+    of elements, and are taken to be in all groups.
+    """
+    ours = {id(p): p for p in parameters}
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    found = [group for group in groups if any(id(p) in ours for p in group["params"])]
+    theirs = [p for group in groups for p in group["params"]]
+    narrow = all(p.dtype.itemsize == 2 for p in ours.values()) and all(p.dtype.itemsize > 2 for p in theirs)
+    if not found and narrow and sum(p.numel() for p in theirs) == sum(p.numel() for p in ours.values()):
+        return groups
+    return found
+
+
 def check_momentum(optimizer: torch.optim.Optimizer, method: State | None, parameters: Iterable[torch.Tensor]) -> None:
     """Raise ValueError unless these parameters get the method's momentum exactly once.
 
     Without a method, or with one without momentum, the optimizer is to apply momentum, which DGCSGD does not.
     """
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer= takes the optimizer that steps the model, not {type(optimizer).__name__}")
     applied = 0.0 if method is None else method.momentum
     if not applied and not isinstance(optimizer, DGCSGD):
         return
-    ours = {id(p) for p in parameters}
-    for group in optimizer.param_groups:
-        if not any(id(p) in ours for p in group["params"]):
-            continue
+    for group in _groups_with(optimizer, parameters):
         if isinstance(optimizer, DGCSGD):
             theirs = (group["momentum"], group["nesterov"])
             if not applied and theirs[0]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from narrowband.adapt import Plan, Policy
 from narrowband.averaging.mixing import for_gradients
-from narrowband.averaging.optim import check_momentum
+from narrowband.averaging.optim import check_momentum, check_steps
 from narrowband.collectives import COLLECTIVES, check
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import Compression
@@ -146,14 +146,16 @@ class Settings:
         """Check the settings against the parameters and their optimizer; return them with ``rates`` set if needed.
 
         Raises:
-            ValueError: momentum in both the optimizer and the spec, or in none; or a feedback that needs the
-                optimizer's learning rate and got no optimizer.
+            TypeError: no optimizer.
+            ValueError: an optimizer with none of the parameters; momentum in both the optimizer and the spec, or in
+                none; or a feedback that needs the optimizer's learning rate and got no optimizer.
             UnsupportedError: momentum of complex parameters.
         """
         method = self.compression.feedback
         if method is not None and not method.observes_uncompressed:
             method = None
         if optimizer is not None:
+            check_steps(optimizer, [p for _, p in parameters])
             check_momentum(optimizer, method, (p for _, p in parameters))
         if method is None:
             return self

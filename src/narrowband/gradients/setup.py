@@ -109,8 +109,8 @@ def compress_gradients(
 
     Raises:
         TypeError: no module, or one that averages by itself; the message says what to do instead.
-        ValueError: a spec, a number or a collective that does not exist; momentum in both the optimizer and the spec,
-            or in none; or ranks that disagree.
+        ValueError: a spec, a number or a collective that does not exist; an optimizer of another model; momentum in
+            both the optimizer and the spec, or in none; or ranks that disagree.
         UnsupportedError: the model already has a hook, or a handle of ``compress_updates`` with the same ranks, or
             works in a way that a hook cannot follow; a process group with ranks of the same replica; or a spec that is
             not for gradients (``aq-sgd``).
