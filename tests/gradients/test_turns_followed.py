@@ -52,36 +52,34 @@ def test_where_every_average_is_used_nothing_is_kept_or_hooked(kind):
         assert found == [(0, 0, False)] * 9
 
 
-def calls_in_a_step(rank, world_size, kinds):
+def calls_in_a_step(rank, world_size, kind):
     """Python calls in narrowband's own check of an optimizer's step, per parameter."""
-    found, size = [], 200
-    for kind in kinds:
-        model = nn.Sequential(nn.Linear(24, 24), *(nn.LayerNorm(24) for _ in range(size // 2 - 1)))
-        trained = model if kind == "module" else wrap(model, find_unused_parameters=kind == "unused")
-        compress(trained, SPEC, min_numel=64)
-        optimizer = sgd(model)
-        x, calls = torch.ones(2, 24), Counter()
-        for _ in range(2):
-            optimizer.zero_grad()
-            trained(x).square().sum().backward()
-            optimizer.step()
+    size = 200
+    model = nn.Sequential(nn.Linear(24, 24), *(nn.LayerNorm(24) for _ in range(size // 2 - 1)))
+    trained = model if kind == "module" else wrap(model, find_unused_parameters=kind == "unused")
+    compress(trained, SPEC, min_numel=64)
+    optimizer = sgd(model)
+    x, calls = torch.ones(2, 24), Counter()
+    for _ in range(2):
+        optimizer.zero_grad()
         trained(x).square().sum().backward()
-
-        def count(frame, event, _, calls=calls):
-            calls[event] += Path(frame.f_code.co_filename).name in ("listening.py", "steps.py", "waiting.py")
-
-        sys.setprofile(count)
         optimizer.step()
-        sys.setprofile(None)
-        found.append(calls["call"] / size)
-    return found
+    trained(x).square().sum().backward()
+
+    def count(frame, event, _):
+        calls[event] += Path(frame.f_code.co_filename).name in ("listening.py", "steps.py", "waiting.py")
+
+    sys.setprofile(count)
+    optimizer.step()
+    sys.setprofile(None)
+    return calls["call"] / size
 
 
-def test_where_one_optimizer_steps_with_everything_following_averages_calls_nothing_per_parameter():
+@pytest.mark.parametrize("kind", ["ddp", "unused", "module"])
+def test_where_one_optimizer_steps_with_everything_following_averages_calls_nothing_per_parameter(kind):
     """The two calls are those of the check of steps, which asks of each parameter whether it is the handle's."""
-    for found in run_ranks(calls_in_a_step, 2, ["ddp", "unused", "module"], fresh=True):  # no other handle is asked
-        for calls in found:
-            assert 1.9 < calls < 2.5
+    for calls in run_ranks(calls_in_a_step, 2, kind, fresh=True):  # no other handle is asked
+        assert 1.9 < calls < 2.5
 
 
 def later_in_turns(rank, world_size, kind):
