@@ -192,6 +192,24 @@ def test_dense_averages_get_the_momentum_of_sgd(nesterov):
     assert set(dgc.state_dict()) == {"uncompressed/bias"}
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_the_momentum_of_dense_averages_stays_in_the_range_of_their_dtype(dtype, nesterov):
+    """What a step lacks there is not lost in float16: the velocity has more range, and goes on in later steps."""
+    dgc, most = method(f",nesterov={nesterov}"), torch.finfo(dtype).max
+    velocity = torch.zeros(3, dtype=torch.float64)
+    for share in (1.0, 1.0, 0.0625, 0.0, 0.0):
+        average = torch.tensor([share * most, -share * most, 1.0], dtype=dtype)
+        x = average.double()
+        dgc.advance_uncompressed([("bias", average)])
+        assert average.isfinite().all()
+        if dtype is torch.float16:
+            velocity = velocity * 0.9 + x
+            step = velocity * 0.9 + x if nesterov else velocity
+            torch.testing.assert_close(average, step.clamp(-most, most).to(dtype))
+    assert all(value.isfinite().all() for value in dgc.state_dict().values())
+
+
 @pytest.mark.parametrize(
     ("density", "expected"),
     [

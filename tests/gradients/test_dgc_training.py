@@ -219,6 +219,29 @@ def test_a_new_loss_scale_rescales_the_momentum():
         torch.testing.assert_close(once, by_far, rtol=0, atol=1e-5)
 
 
+def almost_too_large(rank, world_size):
+    """Averages of a bias in float16 that are in its range, where its velocity is not."""
+    bias, layer = (nn.Parameter(torch.zeros(shape, dtype=torch.float16)) for shape in ((3,), (40, 40)))
+    averager = nb.Averager({"bias": bias, "weight": layer}, "dgc:density=0.1", min_numel=64)
+    found = []
+    for _ in range(3):
+        bias.grad = torch.tensor([40_000.0, -60_000.0, rank], dtype=torch.float16)
+        layer.grad = torch.ones_like(layer)
+        averager.average()
+        found.append(bias.grad.tolist())
+    return found, averager.stats().total.skipped
+
+
+def test_momentum_of_small_parameters_in_float16_does_not_overflow():
+    for found, skipped in run_ranks(almost_too_large, 2):
+        assert skipped == 0
+        assert found == [
+            [40_000, -60_000, 0.5],
+            pytest.approx([65_504, -65_504, 0.95], rel=1e-3),
+            pytest.approx([65_504, -65_504, 1.355], rel=1e-3),
+        ]
+
+
 def missing(rank, world_size):
     model = wrap(Fork(), find_unused_parameters=True)
     optimizer = nb.DGCSGD(model.parameters(), lr=0.05)

@@ -32,7 +32,8 @@ class Velocities:
     ) -> None:
         """Take averages into the velocities, and change them in place to the steps.
 
-        A parameter whose average is exactly zero had no gradient on any rank. Its velocity stays as it is.
+        A parameter whose average is exactly zero had no gradient on any rank. Its velocity stays as it is. Steps and
+        velocities of finite averages are finite: those that exceed the range of their dtype are cut to it.
 
         Args:
             averages: (key, average).
@@ -57,8 +58,8 @@ class Velocities:
                 used &= bad == 0
             there = used.index_select(0, self._owner_of_each(xs))
             x, velocity = torch.cat(xs), torch.cat(velocities)
-            new = velocity * momentum + x
-            step = new * momentum + x if nesterov else new
+            new = _cut(velocity * momentum + x, velocity.dtype)
+            step = _cut(new * momentum + x if nesterov else new, dtype)
             torch._foreach_copy_(velocities, torch.split(torch.where(there, new, velocity), sizes))
             torch._foreach_copy_(xs, torch.split(torch.where(there, step, x), sizes))
 
@@ -72,3 +73,9 @@ class Velocities:
             )
             held = self._owners[xs[0].dtype] = sizes, of_each.to(xs[0].device)
         return held[1]
+
+
+def _cut(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cut elements to the range of a dtype."""
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most)
