@@ -255,6 +255,55 @@ class Held:
         return self.future
 
 
+def too_large_for_the_scale(rank, world_size, spec, options):
+    """Steps of a scaler that doubles its scale after the second. One rank's residuals are then too large for that."""
+    model = wrap(mlp(), cap=TINY)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    handle = compress(model, spec, min_numel=64, grad_scaler=scaler, **options)
+    optimizer, steps, of_layer = sgd(model), [], []
+    for step in range(4):
+        if step == 2:
+            state = handle.state_dict()
+            of_layer = [key for key, x in state["feedback"].items() if key.endswith("3.weight") and x.numel() == 1280]
+            if rank == world_size - 1:
+                state["feedback"] = {key: x.clone() for key, x in state["feedback"].items()}
+                for key in of_layer:
+                    state["feedback"][key].view(-1)[7] = 2e38
+            handle.load_state_dict(state)
+        before, at = residuals(handle), flat(model)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, rank)).backward()
+        finite = {bool(each) for p in model.parameters() for each in p.grad.isfinite().unique()}
+        scaler.step(optimizer)
+        scaler.update()
+        after = residuals(handle)
+        times = [[torch.equal(after[key], before[key] * factor) for key in of_layer] for factor in (1, 2)]
+        steps.append((finite, scaler.get_scale(), torch.equal(at, flat(model)), times))
+    return steps, all(x.isfinite().all() for x in after.values()), handle.stats().total.skipped
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("topk:density=0.05+ef", {}),
+        ("qsgd:bits=4+ef", {"collective": "scatter_reduce"}),
+        ("topk:density=0.05+ef:store=bf16", {}),
+        ("dgc:density=0.05", {"small": "fused"}),
+    ],
+)
+def test_a_residual_too_large_for_a_new_loss_scale_is_a_gradient_that_overflows(spec, options):
+    """The step counts on no rank, the scaler takes the scale back, and nothing of the residual is lost."""
+    for rank, (steps, finite, skipped) in enumerate(run_ranks(too_large_for_the_scale, 2, spec, options)):
+        assert [each for each, *_ in steps] == [{True}, {True}, {False}, {True}]
+        assert [scale for _, scale, *_ in steps] == [256.0, 512.0, 256.0, 256.0]
+        _, _, stands, (as_before, doubled) = steps[2]
+        assert stands
+        assert as_before
+        assert all(as_before if rank == 1 else doubled)
+        assert finite
+        assert skipped == 1
+
+
 def hold_the_last_payload(rank, world_size, breaks):
     """A step whose last all-gather stays on the wire until everything else of it is written (or for ten seconds)."""
     module = importlib.import_module("narrowband.collectives.all_gather")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+import torch
 
-    import torch
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
 
 __all__ = ["LossScale"]
 
@@ -17,6 +20,9 @@ class Scaled(Protocol):
 
     def scale(self, factor: float) -> None:
         """Multiply it by ``factor``."""
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Return all of it."""
 
 
 class LossScale:
@@ -28,13 +34,36 @@ class LossScale:
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler
+        #: The scale of this step's gradients.
+        self.now = 1.0
         #: The scale of the residuals: that of the last step; 1 before the first step, when there are no residuals.
         self.value = 1.0
 
-    def update(self, states: Iterable[Scaled]) -> None:
-        """Multiply residuals by the change of the scale since the last step, which may have been before a resume."""
-        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # 1 if the scaler is disabled
-        if self.value != scale:
-            for state in states:
-                state.scale(scale / self.value)
+    def update(self, states: Iterable[Scaled]) -> bool:
+        """Multiply residuals by the change of the scale since the last step, which may have been before a resume.
+
+        Returns:
+            False if they would overflow. They then stay as they are, and the step must not count, so that the scaler
+            reduces the scale again.
+        """
+        states = list(states)
+        scale = self.now = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # 1 if it is disabled
+        if self.value == scale:
+            return True
+        factor = scale / self.value
+        if factor > 1 and _largest(states) * factor > torch.finfo(torch.float32).max:
+            return False
+        for state in states:
+            state.scale(factor)
         self.value = scale
+        return True
+
+
+def _largest(states: Iterable[Scaled]) -> float:
+    """Return the largest magnitude of what is kept. Waits for the device."""
+    return max((float(norm) for state in states for norm in _norms([*state.state_dict().values()])), default=0.0)
+
+
+def _norms(tensors: list[Tensor]) -> Iterable[Tensor]:
+    some = [x for x in tensors if x.numel()]
+    return torch._foreach_norm(some, math.inf) if some else ()

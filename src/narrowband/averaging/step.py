@@ -185,6 +185,7 @@ class Step:
         self.closed_at = 0.0
         self._closed = False
         self._begun = False
+        self._fits = True  # whether residuals are in range in the unit of this step's gradients
         self._delivered = False
         self._open_jobs = 0
         self._undecided_jobs = 0  # open jobs that may still show that the step must not be committed
@@ -226,6 +227,8 @@ class Step:
         if not self._begun:
             self._begun = True
             self._begin()
+        if not self._fits:  # as if the gradient had overflowed
+            fill_with_nan(group.buffer)
         observer = self._layers.observer
         if observer is not None and math.isfinite(observer.clip):
             self._unclipped.append(group)
@@ -245,12 +248,12 @@ class Step:
         if self._goes_ahead:
             self.findings = Findings(self._layers.parameters.device)  # allocated on the engine's stream
         self._layers.unused.take_back(self._thrown, self._layers.state_of_parameter)
-        parts.loss_scale.update([*self._layers.states.values(), self._layers.unused])
+        self._fits = parts.loss_scale.update([*self._layers.states.values(), self._layers.unused])
         if parts.rates is not None:
             observer = self._layers.observer
             assert observer is not None
             observer.set_learning_rates(self._layers.parameters.learning_rates(parts.rates, parts.owners))
-        facts = {**self._facts, "loss scale": str(parts.loss_scale.value)}
+        facts = {**self._facts, "loss scale": str(parts.loss_scale.now)}
         if self.compressing and parts.controller.is_due(self._number):
             parts.agreement.now(facts, parts.advice)
             if parts.controller.decide(self._number):
@@ -273,7 +276,7 @@ class Step:
         if self._parts.inside is not None:
             dist.all_reduce(square, group=self._parts.inside)
         threshold *= math.sqrt(self._peers.size)
-        threshold *= self._parts.loss_scale.value
+        threshold *= self._parts.loss_scale.now
         ratio = threshold / square.sqrt()  # NaN or zero where the norm is not finite
         factor = torch.where((ratio < 1.0) & (ratio > 0.0), ratio, 1.0)
         if square.device.type in AHEAD or float(factor) < 1.0:
@@ -501,7 +504,7 @@ class Step:
         """Show the layers' averages to the policy."""
         begin = time.perf_counter()
         averages = (average for group in self._dense for average in group.averages() if average[0].compressed)
-        self._parts.controller.look(averages, 1.0 / self._parts.loss_scale.value, self._number)
+        self._parts.controller.look(averages, 1.0 / self._parts.loss_scale.now, self._number)
         self._stats.decide_s += time.perf_counter() - begin
 
     def _account(self) -> None:

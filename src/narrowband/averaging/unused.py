@@ -69,10 +69,14 @@ class Unused:
             for x in entries.values():
                 x.mul_(factor)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all that is kept."""
+        return {f"{name}/{key}": x for name, entries in self._former.items() for key, x in entries.items()}
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that is taken."""
-        return sum(x.nbytes for entries in self._former.values() for x in entries.values())
+        return sum(x.nbytes for x in self.state_dict().values())
 
     def saved(self, state: State, state_of: Callable[[str], State | None]) -> dict[str, Tensor]:
         """Return a feedback's state without the averages that wait: a run that resumes has no gradients.
