@@ -337,6 +337,116 @@ def test_an_average_before_the_first_backward_is_said_once():
     assert of_second == [[], []]
 
 
+def loops(rank):
+    """Name → a training loop of five steps, given model, averager and step."""
+    others = []
+
+    def plain(model, averager, optimizer, step):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        averager.average()
+        optimizer.step()
+
+    def accumulated(model, averager, optimizer, step):
+        for part in range(4):
+            loss_of(model, 10 * step + part, rank).backward()
+        plain(model, averager, optimizer, step)
+
+    def by_another(model, averager, optimizer, step):
+        if step == 0:
+            others.append(nb.Averager(model[3].named_parameters(), "qsgd:bits=4", min_numel=64))
+        plain(model, others[0], optimizer, step)
+
+    def often_with_one_average(model, averager, optimizer, step):
+        plain(model, averager, optimizer, step)
+        for _ in range(4):
+            optimizer.step()
+
+    def in_a_closure(model, averager, optimizer, step):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, step, rank)
+            loss.backward()
+            averager.average()
+            return loss
+
+        optimizer.step(closure)
+
+    def of_zeros(model, averager, optimizer, step):
+        plain(model, averager, optimizer, step)
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+
+    def two_alone(model, averager, optimizer, step):
+        for part in range(3):
+            loss_of(model, 10 * step + part, rank).backward()
+            if part == 0:
+                averager.average()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def of_another(model, averager, optimizer, step):
+        other = nn.Linear(4, 4)
+        alone = torch.optim.SGD(other.parameters(), lr=0.1)
+        for _ in range(4):
+            other(torch.ones(4)).sum().backward()
+            alone.step()
+
+    def paused(model, averager, optimizer, step):
+        averager.pause()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+
+    def removed(model, averager, optimizer, step):
+        averager.remove()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+
+    def forgotten(model, averager, optimizer, step):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+
+    def forgotten_in_a_closure(model, averager, optimizer, step):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, step, rank)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    def forgotten_later(model, averager, optimizer, step):
+        (plain if step < 2 else forgotten)(model, averager, optimizer, step)
+
+    return {name: loop for name, loop in locals().items() if callable(loop)}
+
+
+def heard_of_forgotten_averages(rank, world_size):
+    said = {}
+    for name, loop in loops(rank).items():
+        model = mlp()
+        averager = nb.Averager(model, "topk:density=0.1+ef", min_numel=64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with heard() as messages:
+            for step in range(5):
+                loop(model, averager, optimizer, step)
+        said[name] = [message for message in messages if "not averaged" in message]
+    return said
+
+
+def test_a_forgotten_average_is_said_once_and_nothing_is_said_of_loops_that_average():
+    said, of_second = run_ranks(heard_of_forgotten_averages, 2)
+    assert not any(of_second.values())
+    assert len(said) == 13
+    for name, messages in said.items():
+        assert len(messages) == name.startswith("forgotten"), (name, messages)
+    (message,) = said["forgotten"]
+    assert message.startswith("SGD has made 3 steps in a row with gradients that were not averaged, so replicas become")
+    assert "call average() between backward() and step(), on all ranks" in message
+
+
 def layers_that_exclude_each_other(rank, world_size):
     said = []
     for at_once in (True, False):

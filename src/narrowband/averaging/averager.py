@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.flat import groups_of
-from narrowband.averaging.gradient_group import GradientGroup, has_sparse_gradient
+from narrowband.averaging.gradient_group import GradientGroup, has_sparse_gradient, says_something
 from narrowband.averaging.handle import Handle
-from narrowband.averaging.listening import listen
+from narrowband.averaging.listening import STEPS_WITHOUT_AVERAGE, Listener, ignore, listen
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import check_once, check_outside_ddp, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
@@ -53,6 +53,8 @@ class Averager(Handle):
     The other arguments are those of :func:`~narrowband.compress_gradients`.
 
     A hook of ``register_post_accumulate_grad_hook`` runs in backward, so it sees this rank's own gradient.
+
+    A log line says so once if an optimizer makes several steps with gradients that were not averaged.
 
     Where optimizers take turns, as those of a GAN, create an averager for each, and average with that of the optimizer
     that steps. If one averager serves all, residuals get back what averages took or left that no optimizer used. A log
@@ -127,7 +129,10 @@ class Averager(Handle):
             named = [(name, p) for name, p in pairs if p.requires_grad]
             scaled = grad_scaler is not None and grad_scaler.is_enabled()
             self._waiting = Waiting(self, named, old="assigned", scaled=scaled, instead=instead)
-            listen(self._waiting)
+            self._forgotten = _Forgotten(self, self._waiting)
+            _averagers.add(self)
+            for listener in (self._forgotten, self._waiting):  # the first needs to know what the second then forgets
+                listen(listener)
             if isinstance(tensors, nn.Module) and any(hasattr(p, "device_mesh") for _, p in named):
                 _tell_of_backward(tensors, self._waiting)
 
@@ -167,6 +172,7 @@ class Averager(Handle):
         for group, future in zip(groups, futures, strict=True):
             group.deliver(future.wait())
         if self._waiting is not None:
+            self._forgotten.averaged()
             self._waiting.averaged([p for group in groups for p in group.left_out])
 
     def _step_facts(self) -> Facts:
@@ -180,6 +186,56 @@ class Averager(Handle):
 
     def _is_sparse(self, p: Tensor) -> bool:
         return p in self._sparse or has_sparse_gradient(p)
+
+
+class _Forgotten(Listener):
+    """Warns once if an optimizer steps several times in a row with gradients that nobody has averaged.
+
+    It is no error: the loop may step a replica alone for a while, and average what that has changed.
+
+    Args:
+        averager: whose parameters count.
+        waiting: knows which gradients an optimizer has stepped with before.
+    """
+
+    def __init__(self, averager: Averager, waiting: Waiting) -> None:
+        self._averager, self._waiting = weakref.ref(averager), waiting
+        #: How many such steps each optimizer has made in a row.
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._start = 0
+
+    def averaged(self) -> None:
+        """Note that gradients were averaged: the next step of each optimizer is one with averages."""
+        self._steps.clear()
+        self._start = -1
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step with gradients of the averager's parameters."""
+        averager = self._averager()
+        if averager is None or averager.removed:
+            ignore(self)
+            return
+        if averager.paused or not any(p.grad is not None for p in self._waiting.of(optimizer)):
+            return
+        self._steps[optimizer] = steps = self._steps.get(optimizer, self._start) + 1
+        if steps < STEPS_WITHOUT_AVERAGE:
+            return
+        if not any(says_something(p) for p in self._waiting.of(optimizer) if not self._waiting.is_used_up(p)):
+            self._steps[optimizer] = 0  # zeros, or gradients of the step before: nothing new was left out
+            return
+        ignore(self)
+        others = [each for each in tuple(_averagers) if each is not averager and not each.removed]
+        if any(p in each.layers.parameters.by_tensor for each in others for p in self._waiting.of(optimizer)):
+            return  # the other one may average for both
+        averager.layers.warn_once(
+            f"{type(optimizer).__name__} has made {steps} steps in a row with gradients that were not averaged, so "
+            "replicas become different: call average() between backward() and step(), on all ranks. If these steps are "
+            "local on purpose, ignore this warning"
+        )
+
+
+#: All that there are.
+_averagers: weakref.WeakSet[Averager] = weakref.WeakSet()
 
 
 def _named(tensors: object) -> list[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.parameters import Parameter
     from narrowband.averaging.waiting import Waiting
 
-__all__ = ["GradientGroup", "has_sparse_gradient"]
+__all__ = ["GradientGroup", "has_sparse_gradient", "says_something"]
 
 
 class GradientGroup:
@@ -90,6 +90,14 @@ class GradientGroup:
 def has_sparse_gradient(p: Tensor) -> bool:
     """Whether a parameter has a gradient that is sparse."""
     return p.grad is not None and p.grad.is_sparse
+
+
+def says_something(p: Tensor) -> bool:
+    """Whether a parameter has a gradient that is not all zeros."""
+    if p.grad is None:
+        return False
+    x = local(p.grad)
+    return bool((x._values() if x.is_sparse else x).any())
 
 
 def _lacks_for_good(p: Tensor) -> bool:

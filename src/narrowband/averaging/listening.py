@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-__all__ = ["Listener", "ignore", "listen", "only_makes_state"]
+__all__ = ["STEPS_WITHOUT_AVERAGE", "Listener", "ignore", "listen", "only_makes_state"]
+
+#: The step of an optimizer in a row with gradients that were not averaged at which users are told. A single one may be
+#: the user's own warm-up; three in a row are a training loop.
+STEPS_WITHOUT_AVERAGE = 3
 
 
 class Listener:

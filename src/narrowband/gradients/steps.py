@@ -28,7 +28,8 @@ import torch
 
 from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.flat import local
-from narrowband.averaging.listening import Listener, ignore, listen
+from narrowband.averaging.gradient_group import says_something
+from narrowband.averaging.listening import STEPS_WITHOUT_AVERAGE, Listener, ignore, listen
 from narrowband.averaging.optim import check_momentum
 from narrowband.averaging.waiting import Averages, Waiting
 from narrowband.errors import UnsupportedError
@@ -40,11 +41,7 @@ if TYPE_CHECKING:
 
     from narrowband.feedback import State
 
-__all__ = ["STEPS_WITHOUT_AVERAGE", "Steps", "Turn"]
-
-#: The step in a row with gradients that were not averaged at which an optimizer raises an error. A single one may be
-#: the user's own warm-up; three in a row are a training loop.
-STEPS_WITHOUT_AVERAGE = 3
+__all__ = ["Steps", "Turn"]
 
 #: How many callers of an optimizer's step are searched for a gradient scaler. PyTorch, schedules of the learning rate
 #: and trainers wrap the method, each in a frame or two.
@@ -187,7 +184,7 @@ class Steps(Listener):
         if steps < STEPS_WITHOUT_AVERAGE:
             return
         if not any(
-            map(_says_something, self.waiting.of(optimizer))
+            map(says_something, self.waiting.of(optimizer))
         ):  # all zeros, as zero_grad(set_to_none=False) leaves them: this step trains nothing
             self._local[optimizer] = 0
             return
@@ -233,14 +230,6 @@ class Steps(Listener):
             self._stepping = None
             if self._state is Turn.AVERAGED:
                 self._state = Turn.USED
-
-
-def _says_something(p: Tensor) -> bool:
-    """Whether a parameter has a gradient that is not all zeros."""
-    if p.grad is None:
-        return False
-    x = local(p.grad)
-    return bool((x._values() if x.is_sparse else x).any())
 
 
 def _scaler_of_this_step() -> torch.amp.GradScaler | None:
