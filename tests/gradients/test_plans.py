@@ -10,6 +10,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.adapt import Accordion, KMeans, LayerPlan, LGreCo, Plan, Policy
+from narrowband.averaging import step as steps
 from tests.gradients.training import TINY, compress, flat, heard, loss_of, mlp, refusal, same, sgd, train, wrap
 from tests.ranks import run_ranks
 from tests.thorough import thorough
@@ -127,6 +128,51 @@ def test_the_residual_moves_along_with_a_layer(order):
         assert torch.equal(sent, results[1][0][name])
         torch.testing.assert_close(sent + residual, given, rtol=1e-4, atol=1e-5)
         assert float((given - sent).norm()) > 0.01 * float(given.norm()) or order[-1].startswith("none")
+
+
+def from_owners_to_all(rank, world_size, ahead):
+    """A layer leaves scatter-reduce for all-gather, while another stays. What was sent, what there was to send, and
+    what waits; and each step's collectives, and norms of owners' errors.
+    """
+    host, steps.AHEAD = steps.AHEAD, {"cpu"} if ahead else set()
+    try:
+        shapes = {"leaves": (700, 700), "stays": (900, 700)}
+        parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+        averager = nb.Averager(parameters, "uniform:bits=4+ef", min_numel=64)
+        given, sent = (dict.fromkeys(shapes, 0.0) for _ in range(2))
+        ways, norms = [], []
+        for step in range(4):
+            if step == 2:
+                averager.set_layers({"leaves": "topk:density=0.01+ef"})
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            for name, p in parameters.items():
+                p.grad = torch.randn(p.shape, generator=generator)
+                given[name] += p.grad.flatten().double()
+            averager.average()
+            for name, p in parameters.items():
+                sent[name] += p.grad.flatten().double()
+            layers, held = averager.layers, averager.state_dict()["feedback"]
+            ways.append([layers.collective_for(layers.spec_for(name)).name for name in shapes])
+            of_owner = {key.split("/")[3]: (int(key.split("/")[1]), x) for key, x in held.items() if "/" in key}
+            norms.append([float(of_owner[name][1].norm()) if name in of_owner else 0.0 for name in shapes])
+        waits = {name: held[name].double() for name in shapes}
+        for name, (start, error) in of_owner.items():
+            waits[name][start : start + error.numel()] += world_size * error
+        return sent, given, waits, ways, norms
+    finally:
+        steps.AHEAD = host
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_layer_that_leaves_its_owners_takes_their_errors_along(ahead):
+    results = run_ranks(from_owners_to_all, 3, ahead)
+    for sent, _, _, ways, norms in results:
+        assert ways == [["scatter_reduce", "scatter_reduce"]] * 2 + [["all_gather", "scatter_reduce"]] * 2
+        assert [[norm > 0 for norm in of_step] for of_step in norms] == [[True, True]] * 2 + [[False, True]] * 2
+        for name, total in sent.items():
+            assert torch.equal(total, results[0][0][name])
+            given, waits = (sum(each[at][name] for each in results) / 3 for at in (1, 2))
+            torch.testing.assert_close(total + waits, given, rtol=1e-4, atol=1e-4)
 
 
 class Scripted(Policy):
