@@ -59,7 +59,7 @@ def test_what_one_rank_is_given_wrongly_is_an_error_on_all(way, kind):
     wrong, words = WRONG[kind]
     (told, steps), (own, own_steps) = run_ranks(given_wrongly, 2, way, wrong, [1])
     assert told[0] == "DisagreementError"
-    assert f"problem (none on rank 0; {words}" in told[1]
+    assert f"problem (rank 0: none; rank 1: {words}" in told[1]
     assert f"Call {way} on all ranks with the same arguments" in told[1]
     assert f"{own[0]}: {own[1]}".startswith(words)
     assert steps == own_steps == 1

@@ -233,7 +233,11 @@ def _differences(of_all: Mapping[int, Facts]) -> list[str]:
         for rank, facts in flat.items():
             ranks.setdefault(facts.get(name, absent), []).append(rank)
         if len(ranks) > 1:
-            found.append(f"{name} ({'; '.join(f'{_short(value)} on {_ranks(who)}' for value, who in ranks.items())})")
+            if name == "problem":  # a text of whole sentences
+                said = [f"{_ranks(who)}: {_short(value)}" for value, who in ranks.items()]
+            else:
+                said = [f"{_short(value)} on {_ranks(who)}" for value, who in ranks.items()]
+            found.append(f"{name} ({'; '.join(said)})")
             if name in _ENOUGH:
                 break
     return found[:_NAMED] + ([f"and {len(found) - _NAMED} more differences"] if len(found) > _NAMED else [])

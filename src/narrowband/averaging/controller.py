@@ -37,6 +37,9 @@ __all__ = ["Controller"]
 
 log = logging.getLogger(__name__)
 
+#: What rank 0 sends in place of a plan if no average that the policy looks at was finite.
+_NOTHING_SEEN = b"nothing"
+
 
 class Controller:
     """Adds up averages on rank 0, lets the policy decide there, and applies the plan on all ranks in the same step.
@@ -119,12 +122,20 @@ class Controller:
         """Let rank 0 decide, and follow its plan on all ranks. A collective; call it if :meth:`is_due`.
 
         Returns:
-            False if rank 0 could not decide: the plan then stays as it was.
+            False if rank 0 could not decide, or has seen nothing to decide by: the plan then stays as it was.
         """
         text = self._decided(step) if self._peers.rank == 0 else b""
         text = _broadcast(text, self._peers, self._device)
         self._looked = False
         self._sums.clear()
+        if text == _NOTHING_SEEN:
+            if self._peers.rank == 0:
+                log.warning(
+                    "step %d: all averages since the policy's last plan had inf or NaN, so it has nothing to plan by; "
+                    "every layer keeps its spec",
+                    step,
+                )
+            return False
         if not text:
             first = 0 if self._peers.group is None else dist.get_global_rank(self._peers.group, 0)
             log.error("step %d: the policy failed on rank %d (see its log); every layer keeps its spec", step, first)
@@ -135,9 +146,9 @@ class Controller:
     def _decided(self, step: int) -> bytes:
         """Return the policy's plan as text; empty if deciding failed. Raises nothing, since other ranks wait."""
         assert self.policy is not None
+        if not self._sums:
+            return _NOTHING_SEEN
         try:
-            if not self._sums:
-                raise ValueError("all gradients that the policy may look at had inf or NaN")
             gradients = {
                 name: self._sums[name].view(shape)
                 if name in self._sums

@@ -385,7 +385,8 @@ class Handle(Averaging):
             raise ValueError(
                 f"this is rank {here[0]} of {here[1]}, but the state is of rank {there[0]} of {there[1]}; load each "
                 "rank's own state, or, if the number of ranks has changed, the list of all ranks' states on every "
-                "rank. If one rank alone had saved its state, do not load it: residuals then begin empty on all ranks"
+                "rank. If one rank alone had saved its state, do not load it on any rank: residuals then "
+                "begin empty"
             )
         residuals = kept(mine)
         self.layers.check_load(mine["layers"], residuals, mine["spec"], mine.get("memory formats"))
