@@ -268,6 +268,9 @@ class Handle(Averaging):
         differ in the last bits. Their order depends on DDP's buckets, and a resumed process begins with DDP's first
         layout of buckets.
 
+        Call it after an optimizer's step, when there are no gradients that one would still step with: a checkpoint has
+        none. Where optimizers take turns, averages that wait for one count as thrown away.
+
         Tensors in the state are those in use, not copies; save or clone them before the next step.
         """
         self._check_between_steps("state_dict")
