@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 import narrowband as nb
 from narrowband.adapt import LayerPlan, Plan
 from narrowband.averaging.settings import Settings
+from narrowband.collectives import engine
 from tests.gradients.training import heard, refusal
 from tests.ranks import run_ranks
 
@@ -138,3 +141,36 @@ def test_every_setting_is_compared():
         if field.name not in OF_LAYERS:
             other = dataclasses.replace(settings, **{field.name: others.get(field.name, 7)})
             assert other.facts() != settings.facts(), field.name
+
+
+def called_late(rank, world_size, way, folder):
+    """What is logged on a rank whose set-up waits for another, which comes only when that is logged, or when the first
+    has had time enough for it.
+    """
+    said = Path(folder, "said")
+    set_up = {"Averager": nb.Averager, "compress_gradients": nb.compress_gradients}[way]
+    former, engine.LONG_S = engine.LONG_S, 0.1
+
+    def seen(record):
+        said.touch()
+        return record.getMessage()
+
+    with heard(seen) as messages:
+        try:
+            for _ in range(1000 * rank):  # looks, not seconds
+                if said.exists():
+                    break
+                time.sleep(0.01)
+            engine.LONG_S = 60.0 if rank else 0.1
+            handle = set_up(net(), GOOD)
+        finally:
+            engine.LONG_S = former
+        handle.remove()
+    return messages
+
+
+@pytest.mark.parametrize("way", ["Averager", "compress_gradients"])
+def test_a_set_up_that_waits_for_long_says_for_which_call(way, tmp_path):
+    (first, *_), of_late = run_ranks(called_late, 2, way, str(tmp_path))
+    assert f"{way} has waited for other ranks for 0.1 s, since all ranks have to call it." in first
+    assert of_late == []

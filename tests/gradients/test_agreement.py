@@ -290,7 +290,7 @@ def still_held(rank, world_size):
     agreement.all_gather = noted
     try:
         for at in range(150):
-            comparing.now({"at": str(at)}, "")
+            comparing.now({"call": str(at)}, "")
             times += any(x() is not None for x in sent)
     finally:
         agreement.all_gather = all_gather

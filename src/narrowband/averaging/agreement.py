@@ -13,7 +13,10 @@ rank makes such a call while another begins a step, the error names both.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -22,18 +25,20 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from narrowband.collectives import Peers, Transfer, all_gather_nbytes, can_send_from
+from narrowband.collectives import Peers, Transfer, all_gather_nbytes, can_send_from, engine
 from narrowband.collectives.primitives import all_gather
 from narrowband.errors import DisagreementError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from narrowband.collectives import Job
 
 __all__ = ["Agreement", "Facts", "agree_in_all", "agreement_in", "checked_on_all"]
+
+log = logging.getLogger(__name__)
 
 #: What a rank is about to do: name → value. A nested mapping is compared entry by entry.
 Facts = Mapping[str, "str | Mapping[str, str]"]
@@ -89,7 +94,7 @@ class Agreement:
         the interpreter shuts down crashes the process, and ``remove`` is the last call of many programs.
 
         Args:
-            facts: what this rank is about to do, or would be without a failure.
+            facts: what this rank is about to do, or would be without a failure; they begin with ``call``.
             advice: what users should do if ranks disagree.
             failure: an error of this rank, which is compared in place of the facts.
 
@@ -101,11 +106,12 @@ class Agreement:
             if failure is not None:
                 facts = {"call": facts["call"], "problem": f"{type(failure).__name__}: {failure}"}
             try:
-                for transfer in self.job(facts, advice):
-                    work = transfer.issue()
-                    if work is not None:
-                        work.wait()
-                    del transfer, work
+                with _says_if_it_waits(str(facts["call"])):
+                    for transfer in self.job(facts, advice):
+                        work = transfer.issue()
+                        if work is not None:
+                            work.wait()
+                        del transfer, work
             except DisagreementError:
                 if failure is None:
                     raise
@@ -125,6 +131,28 @@ class Agreement:
         dist.all_gather_object(of_all, dict(facts), group=self._peers.group)
         ranks = dist.get_process_group_ranks(self._peers.group)
         return f"ranks disagree on {', '.join(_differences(dict(zip(ranks, of_all, strict=True))))}"
+
+
+@contextlib.contextmanager
+def _says_if_it_waits(call: str) -> Iterator[None]:
+    """Log, if this takes long, which call other ranks have not made: no error comes before the group's time-out."""
+
+    def say() -> None:
+        log.warning(
+            "%s has waited for other ranks for %g s, since all ranks have to call it. If one is busy, it goes on when "
+            "that one calls it, too. If one has failed, has ended, or never calls %s, it waits until the time-out of "
+            "the process group is over",
+            call, engine.LONG_S, call,
+        )  # fmt: skip
+
+    timer = threading.Timer(engine.LONG_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # no thread is left where this is the last call of a program
 
 
 def agree_in_all(agreements: Iterable[Agreement], facts: Facts, advice: str, failure: Exception | None = None) -> None:
