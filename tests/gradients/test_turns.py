@@ -193,6 +193,35 @@ def test_a_run_that_resumes_between_two_turns_has_the_same_bits(kind, scaled):
     assert run_ranks(resumed, 2, Loop(kind, scaled=scaled)) == [(True, True)] * 2
 
 
+def thrown_first(rank, world_size, kind, turns):
+    """Runs that throw an average away after some turns, and go on: one that is not stopped, one that resumes right
+    before that average, and one right after. Whether they have the same bits.
+    """
+    loop, games = Loop(kind), []
+    for resumes in (None, "before", "after"):
+        game = Game(loop)
+        game.play(range(turns), rank)
+        for at in ("before", "after"):
+            if resumes == at:
+                state = copy.deepcopy([game.handle.state_dict(), game.model.state_dict()])
+                game = Game(loop)
+                game.handle.load_state_dict(state[0])
+                game.model.load_state_dict(state[1])
+            if at == "before":
+                given = torch.randn(24, 24, generator=torch.Generator().manual_seed(rank))
+                game.averages(dict.fromkeys(PLAYERS, given))
+            game.model.zero_grad()
+        game.play(range(turns, turns + 3), rank)
+        games.append((flat(game.model), residuals(game.handle)))
+    return [torch.equal(flat_, games[0][0]) and same(held, games[0][1]) for flat_, held in games[1:]]
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+@pytest.mark.parametrize("kind", ["ddp", "module", "after"])
+def test_a_run_that_resumes_at_an_average_that_is_thrown_away_has_the_same_bits(kind, turns):
+    assert run_ranks(thrown_first, 2, kind, turns) == [[True, True]] * 2
+
+
 def shards_played(rank, world_size, loops):
     """The parameters after some turns, which say all where each rank holds shards of residuals."""
     found = []

@@ -288,12 +288,7 @@ class Waiting(Listener):
             self._use(own - self._before)
         skipped = self._was_skipped() if not self._in_turns else False
         cleared = self._cleared(first=first)
-        if self._owned or self._others_step:
-            self._use_without_owner(set(self._waiting))
-        if not self._owned:  # no optimizer has stepped: training does without, or a scaler skips its first steps
-            self._use(set(self._waiting))
-            if self._beginning and not skipped:
-                self._end_beginning()
+        if not self._have_owners(skipped=skipped):
             return
         thrown = cleared & self._waiting
         self._thrown |= thrown
@@ -304,8 +299,11 @@ class Waiting(Listener):
                 self._begin_turns(thrown)
 
     def saves(self) -> None:
-        """Note that a state is about to be saved, in which no average waits."""
-        self._use_without_owner(set(self._waiting))
+        """Note that a state is about to be saved, in which no average waits. Those that would count as used when the
+        next backward pass begins do so now, as a run that resumes has to find them.
+        """
+        if self._waiting:
+            self._have_owners(skipped=self._was_skipped() if not self._in_turns else False)
 
     def thrown(self) -> list[str]:
         """Return the names of parameters whose last average was thrown away, each such average once."""
@@ -340,6 +338,24 @@ class Waiting(Listener):
         self._asked = True
         if not (stepped or self._off or self.keeps or self._waiting) and self._was_skipped():
             self._wait()
+
+    def _have_owners(self, *, skipped: bool) -> bool:
+        """Note that averages were used if their parameters are in no optimizer. Return whether any are in one.
+
+        All count as used where no optimizer has stepped yet: training may do without, or a scaler skips its first
+        steps. In a run that resumes, optimizers that have not stepped since count if they took turns before.
+
+        Args:
+            skipped: whether a scaler skips the last step.
+        """
+        if self._owned or self._others_step or self._in_turns:
+            self._use_without_owner(set(self._waiting))
+        if self._owned:
+            return True
+        self._use(set(self._waiting))
+        if self._beginning and not skipped:
+            self._end_beginning()
+        return False
 
     def _use_without_owner(self, keys: set[int]) -> None:
         """Note that averages were used if their parameters are in no optimizer."""
