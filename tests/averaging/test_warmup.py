@@ -65,7 +65,7 @@ def test_a_rank_that_cannot_make_loops_ready_is_an_error_on_all(failing):
     refused = run_ranks(fails_on, 2, failing)
     assert refused[failing] == ("MemoryError", "no room")
     assert refused[1 - failing][0] == "DisagreementError"
-    assert f"MemoryError: no room on rank {failing}" in refused[1 - failing][1]
+    assert f"rank {failing}: MemoryError: no room" in refused[1 - failing][1]
 
 
 @pytest.mark.parametrize(

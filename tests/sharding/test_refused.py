@@ -119,7 +119,7 @@ def refused_and_trained(rank, world_size, kind):
     [
         ("codec", "gradients (qsgd:bits=4 on rank 0; qsgd:bits=5 on rank 1)"),
         ("min_numel", "compressed parameters of '0' (none on rank 0; 0.weight on rank 1)"),
-        ("warm-up", "MemoryError: no room on rank 1"),
+        ("warm-up", "rank 1: MemoryError: no room"),
     ],
 )
 def test_a_model_that_was_refused_on_one_rank_is_refused_on_all_and_trains_as_before(kind, words):

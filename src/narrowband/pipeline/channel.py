@@ -346,10 +346,11 @@ class Channel:
         rest = payload[size:]
         if size and payload[:size].cpu().numpy().tobytes() != self._carrier.label(message, rest.numel()):
             assert message.samples is not None
-            first = ", ".join(map(str, torch.as_tensor(message.samples)[:4].tolist()))
+            ids = torch.as_tensor(message.samples, dtype=torch.int64, device="cpu")
+            first = ", ".join(map(str, ids[:4].tolist()))
             raise PayloadError(
                 f"step {message.at.step}, micro-batch {message.at.microbatch}: a message of {rest.numel()} bytes does "
-                f"not belong to the samples that are expected here, {first}, … ({len(message.samples)} ids). Set "
+                f"not belong to the samples that are expected here, {first}, … ({len(ids)} ids). Set "
                 "stage.samples on all ranks to the same ids in the same order, in every step: ranks that shuffle need "
                 "the same seed in every epoch"
             )
