@@ -51,7 +51,9 @@ RESULTS = Path(__file__).parent / "results"
 #: Size of a ``--quick`` run: enough to see that everything works, too small for results.
 _QUICK_ROWS = 2
 _QUICK_BATCH = 16
-QUICK_LIMIT = {"cifar": 512, "lstm": 20_000, "shakespeare": 20_000, "gpt": 20_000, "tuned": 20_000, "vit": 512}
+QUICK_LIMIT = {
+    "cifar": 512, "lstm": 20_000, "llama": 20_000, "shakespeare": 20_000, "gpt": 20_000, "tuned": 20_000, "vit": 512,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,24 @@
-"""Models that the experiments train: a ResNet for small images, an LSTM over characters, and two plain networks.
+"""Models that the experiments train: a ResNet for small images, an LSTM and a Llama over characters, and two plain
+networks.
 
 The residual network is that of He et al. 2015 (arXiv 1512.03385, section 4.2): depth 6n + 2, three stages of n blocks
 with 16, 32 and 64 channels, and shortcuts without parameters ("option A": every second pixel, new channels zero).
 
-Shapes: B batch, L sequence, D embedding, V vocabulary.
+The Llama is the decoder of Touvron et al. 2023 (arXiv 2302.13971), with the operations that Transformers writes it in:
+what a layer saves for backward depends on them.
+
+Shapes: B batch, L sequence, D embedding, V vocabulary, H heads, d numbers of a head.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["WIDTHS", "CharLSTM", "ResNet", "convolutional", "perceptron"]
+__all__ = ["WIDTHS", "CharLSTM", "Llama", "LlamaConfig", "ResNet", "convolutional", "perceptron"]
 
 #: Channels of the ResNet's stages.
 WIDTHS = (16, 32, 64)
@@ -91,6 +98,105 @@ class CharLSTM(nn.Module):
     def forward(self, tokens_BL: Tensor) -> Tensor:
         h_BLD, _ = self.lstm(self.tokens(tokens_BL))
         logits_BLV: Tensor = self.head(h_BLD)
+        return logits_BLV
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a :class:`Llama`.
+
+    Attributes:
+        dim: width of its blocks.
+        blocks: number of blocks.
+        heads: of attention; each has ``dim / heads`` numbers.
+        hidden: width inside of the feed-forward layers.
+        sequence: tokens of a window.
+    """
+
+    dim: int = 128
+    blocks: int = 5
+    heads: int = 4
+    hidden: int = 384
+    sequence: int = 64
+
+
+class _RMSNorm(nn.Module):
+    """RMS norm (Zhang and Sennrich 2019, arXiv 1910.07467), in the operations of Transformers' ``LlamaRMSNorm``."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.to(torch.float32)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Turn each pair of numbers, one of the first half and one of the second, by a quarter."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+class _Decoder(nn.Module):
+    """One block of a Llama: ``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+
+    def __init__(self, shape: LlamaConfig) -> None:
+        super().__init__()
+        dim, self.heads = shape.dim, shape.heads
+        self.norm1, self.norm2 = _RMSNorm(dim), _RMSNorm(dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(dim, shape.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.hidden, dim, bias=False)
+
+    def forward(self, x_BLD: Tensor, cos_Ld: Tensor, sin_Ld: Tensor) -> Tensor:
+        h_BLD = self.norm1(x_BLD)
+        q, k, v = (
+            part(h_BLD).view(*h_BLD.shape[:2], self.heads, -1).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
+        q, k = (part * cos_Ld + _turned(part) * sin_Ld for part in (q, k))
+        a_BHLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BLD = x_BLD + self.o(a_BHLd.transpose(1, 2).reshape(x_BLD.shape))
+        h_BLD = self.norm2(x_BLD)
+        out: Tensor = x_BLD + self.down(F.silu(self.gate(h_BLD)) * self.up(h_BLD))
+        return out
+
+
+class Llama(nn.Module):
+    """A decoder with RMS norms, rotary positions (Su et al. 2021, arXiv 2104.09864), causal attention and SwiGLU
+    (Shazeer 2020, arXiv 2002.05202); ``forward(tokens_BL) -> logits_BLV``. The head has parameters of its own.
+
+    Args:
+        vocabulary: number of different tokens.
+        shape: of its blocks.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, vocabulary: int, shape: LlamaConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, shape.dim)
+        self.blocks = nn.ModuleList(_Decoder(shape) for _ in range(shape.blocks))
+        self.norm = _RMSNorm(shape.dim)
+        self.head = nn.Linear(shape.dim, vocabulary, bias=False)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+        own = shape.dim // shape.heads
+        speeds = 10_000.0 ** -(torch.arange(0, own, 2, dtype=torch.float32, device="cpu") / own)
+        angles = torch.arange(shape.sequence, dtype=torch.float32, device="cpu")[:, None] * speeds.repeat(2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        length = tokens_BL.shape[1]
+        x_BLD = self.tokens(tokens_BL)
+        for block in self.blocks:
+            x_BLD = block(x_BLD, self.cos[:length], self.sin[:length])
+        logits_BLV: Tensor = self.head(self.norm(x_BLD))
         return logits_BLV
 
 

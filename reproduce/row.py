@@ -54,6 +54,7 @@ CURVE_POINTS = 10
 _FILES = {
     "cifar": ("cifar10/train.parquet", "cifar10/test.parquet"),
     "lstm": ("tinyshakespeare/input.txt",),
+    "llama": ("tinyshakespeare/input.txt",),
     "shakespeare": ("tinyshakespeare/input.txt",),
     "gpt": ("wikitext2/validation.parquet", "wikitext2/test.parquet"),
     "tuned": ("wikitext2/validation.parquet", "wikitext2/test.parquet", "tinyshakespeare/input.txt"),
@@ -70,7 +71,7 @@ class Row:
     """Settings of one training run.
 
     Attributes:
-        task: cifar, lstm, shakespeare, gpt, tuned or vit.
+        task: cifar, lstm, llama, shakespeare, gpt, tuned or vit.
         name: name of the row in tables.
         spec: for ``nb.compress_gradients``, or for ``nb.compress_updates`` if ``updates`` is set. ``{warmup}`` in it
             becomes the number of steps in ``warmup_epochs``.

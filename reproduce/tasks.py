@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from narrowband.bench.models import GPT, GPTConfig, ViT
 from reproduce.data import Images, Text, cifar10, tiny_shakespeare, wikitext2
-from reproduce.models import WIDTHS, CharLSTM, ResNet
+from reproduce.models import WIDTHS, CharLSTM, Llama, LlamaConfig, ResNet
 from reproduce.pretrained import PRETRAINING, pretrained
 
 __all__ = ["TASKS", "Task", "augmented", "in_words", "limited", "load", "own_part", "window_starts"]
@@ -48,6 +48,9 @@ _GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=128, batch=8)
 
 #: A GPT for the smaller text, as large as that of nanoGPT's script for CPUs, which trains on the same text.
 _SMALL_GPT = GPTConfig(vocab=256, dim=128, blocks=4, heads=4, sequence=64, batch=12)
+
+#: A Llama of 1.1 million parameters for characters: its rows take minutes on one core.
+_LLAMA = LlamaConfig(dim=128, blocks=5, heads=4, hidden=384, sequence=64)
 
 #: DeiT-Ti's three heads over 65 tokens, four times narrower and with five of its twelve blocks.
 VIT = {"dim": 48, "heads": 3, "blocks": 5, "image": 32, "patch": 4, "classes": 10}
@@ -258,6 +261,16 @@ class Shakespeare(Language):
         return CharLSTM(self.text.vocabulary, hidden=_HIDDEN)
 
 
+class Characters(Language):
+    """Characters of tiny shakespeare with a small Llama."""
+
+    name = "llama"
+    length = _LLAMA.sequence
+
+    def model(self) -> nn.Module:
+        return Llama(self.text.vocabulary, _LLAMA)
+
+
 class Reading(Language):
     """Bytes of a text with a GPT.
 
@@ -312,7 +325,7 @@ class Tuned(Wikitext):
         return pretrained(Wikitext(PRETRAINING.batch, self.seed, 0, 1, self.before), self.before.digest)
 
 
-TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Plays, Wikitext, Tuned, Patches)
+TASKS: tuple[type[Task], ...] = (Cifar, Shakespeare, Characters, Plays, Wikitext, Tuned, Patches)
 
 
 def in_words(name: str, depth: int, width: int = 0) -> dict[str, str]:
@@ -342,6 +355,12 @@ def in_words(name: str, depth: int, width: int = 0) -> dict[str, str]:
             f"LSTM, {network.num_layers} layer of {network.hidden_size} units over {network.input_size} of embedding"
         )
         return {"model": words, "windows": _windows_in_words(_CHARACTERS, "characters, each from a state of zeros")}
+    if name == "llama":
+        words = (
+            f"Llama, {_LLAMA.blocks} blocks of width {_LLAMA.dim}, {_LLAMA.heads} heads, SwiGLU of width "
+            f"{_LLAMA.hidden}, rotary positions"
+        )
+        return {"model": words, "windows": _windows_in_words(_LLAMA.sequence, "characters")}
     gpt = {"shakespeare": _SMALL_GPT, "gpt": _GPT, "tuned": _GPT}.get(name)
     if gpt is None:
         return {}
@@ -396,6 +415,8 @@ def load(
         return Cifar(batch, seed, rank, world_size, images, depth)
     if name == "lstm":
         return Shakespeare(batch, seed, rank, world_size, limited(tiny_shakespeare(directory), limit))
+    if name == "llama":
+        return Characters(batch, seed, rank, world_size, limited(tiny_shakespeare(directory), limit))
     if name == "shakespeare":
         return Plays(batch, seed, rank, world_size, limited(tiny_shakespeare(directory, as_bytes=True), limit), width)
     if name not in ("gpt", "tuned"):
