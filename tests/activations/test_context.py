@@ -20,6 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
+from narrowband.activations import Saved
+from narrowband.units import format_bytes
 from tests.activations.helpers import compress, grads_of, linears
 from tests.activations.models import ViT, error, mlp, same
 
@@ -522,6 +524,24 @@ def test_what_was_saved_is_added_up_over_runs():
     assert stats.total.raw_bytes == sum(saved.raw_bytes for saved in runs)
     assert stats.total.sent_bytes == sum(saved.kept_bytes for saved in runs) < stats.total.raw_bytes
     assert (stats.last.raw_bytes, stats.last.sent_bytes) == (saved.raw_bytes, saved.kept_bytes)
+
+
+def test_what_was_kept_can_be_printed():
+    model = linears(64, 256, 64)
+    handle = compress(model)
+    assert repr(handle) == "ActivationCompression(Sequential, bits=8)"
+    assert str(Saved()) == "kept 0 B of 0 B"
+    with handle as saved:
+        model(torch.randn(64, 64)).exp().sum().backward()
+    said = str(saved)
+    assert said.startswith(f"kept {format_bytes(saved.kept_bytes)} of {format_bytes(saved.raw_bytes)} (")
+    for operator, own in saved.by_operator.items():
+        assert f"{operator} {format_bytes(own.kept_bytes)} of {format_bytes(own.raw_bytes)}" in said
+    assert repr(handle).endswith(f", kept {format_bytes(saved.kept_bytes)} of {format_bytes(saved.raw_bytes)})")
+    saved.add("gelu", "0", 10, 10, outliers=2)
+    assert str(saved).endswith("; 2 tensors kept exactly because of outliers")
+    torn = object.__new__(type(handle))  # as pickle makes one, before it has its attributes
+    assert repr(torn) == "ActivationCompression(…)"
 
 
 def test_each_context_of_a_model_has_its_own_decay():

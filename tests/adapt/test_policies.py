@@ -311,6 +311,15 @@ def test_plans_go_through_json_and_say_what_is_wrong():
     assert math.isclose(plan.ratio, plan.dense_nbytes / plan.nbytes)
 
 
+def test_a_plan_can_be_printed():
+    layers = (LayerPlan("a.weight", (4, 4), "topk:density=0.5+ef", 1500, 0.1), LayerPlan("b", (2, 8), "none", 64, None))
+    assert str(Plan(layers, "mine", 4)).splitlines() == [
+        "topk:density=0.5+ef  1.5 kB  a.weight",
+        "none                   64 B  b",
+        "each of 4 ranks sends 1.56 kB per step for all layers",
+    ]
+
+
 def test_files_that_hold_no_plan_are_refused_by_name(tmp_path):
     path = tmp_path / "new" / "plan.json"
     plan = Constant("qsgd:bits=4").decide(spread(), step=0, traffic=TRAFFIC)

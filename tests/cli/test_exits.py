@@ -176,6 +176,7 @@ WRONG = [
     ("memory imports.py:f", "(imports.py, line 2)"),
     ("memory syntax.py:f", "syntax.py cannot be imported: SyntaxError"),
     ("memory exits.py:f", "exits.py cannot be imported: SystemExit: 0"),
+    ("memory exits.py:f", "If the file trains when it is imported, move f to a file of its own"),
     ("memory binary.py:f", "binary.py cannot be imported: "),
     ("memory model.py:missing", "model.py has no function 'missing'; there are: fits, does_not_fit"),
     ("memory model.py:number", "model.py has no function 'number'"),

@@ -233,6 +233,11 @@ def test_what_is_no_string(what):
         nb.compression(what)
 
 
+def test_a_class_in_the_place_of_a_spec_has_to_be_called():
+    with pytest.raises(TypeError, match=r"not the class TopK: call it, TopK\(…\)"):
+        nb.compression(codecs.TopK)
+
+
 def test_a_codec_stands_for_itself():
     codec = nb.codec("topk:density=0.5")
     assert nb.codec(codec) is codec

@@ -234,6 +234,7 @@ def test_a_run_that_diverged_is_called_so_before_all_else():
 def test_what_was_not_recorded_has_no_chart_and_a_run_that_goes_on_says_so():
     page = run_page(a_run(losses=False, skipped=(), layers=0, ended=False), "x")
     assert "still going" in page
+    assert "did not call recorder.close()" in page
     for name in ("loss", "skipped", "layers", "policy", "residuals"):
         assert f'id="{name}"' not in page
     assert 'id="time"' in page

@@ -55,6 +55,7 @@ def refused(rank, world_size):
         asked(model, "adamw", "none"),
         asked(model, optimizer, "none", every=0),
         asked(model, optimizer, "none", every="20min"),
+        asked(model, optimizer, "none", every="15"),
         asked(model, optimizer, "none", every=2.5),
         asked(model, optimizer, "none", outer=-1.0),
         asked(model, optimizer, "none", outer="far"),
@@ -84,7 +85,7 @@ def refused(rank, world_size):
 def test_what_cannot_be_is_said_at_set_up():
     (errors,) = run_ranks(refused, 1)
     assert [kind for kind, _ in errors] == [
-        "TypeError", "TypeError", *["ValueError"] * 17, *["UnsupportedError"] * 3,
+        "TypeError", "TypeError", *["ValueError"] * 18, *["UnsupportedError"] * 3,
         "ValueError", "ValueError", "ValueError", "ValueError", "TypeError",
     ]  # fmt: skip
     words = [
@@ -92,6 +93,7 @@ def test_what_cannot_be_is_said_at_set_up():
         "optimizers",
         "every=0",
         "which works only with peers",
+        "or a number of steps without quotes: every=15",
         "every=2.5 is neither",
         "outer=-1.0",
         "outer='far'",

@@ -44,7 +44,7 @@ from narrowband.activations.warmup import warm_up
 from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 from narrowband.stats import Stats
-from narrowband.units import counted
+from narrowband.units import counted, format_bytes
 
 __all__ = ["ActivationCompression", "compress_activations"]
 
@@ -149,6 +149,15 @@ class ActivationCompression(contextlib.ContextDecorator):
         self._lock = threading.Lock()  # protects the statistics, which several threads add to
         warm_up(model, policy)
         self._never_entered = weakref.finalize(self, log.warning, _NEVER_ENTERED)
+
+    def __repr__(self) -> str:
+        """The model's class, the bits, and what passes have kept so far. It does not set up a copy (see below)."""
+        own = vars(self)
+        if not own.keys() >= {"model", "policy"}:
+            return f"{type(self).__name__}(…)"
+        total = own.get("_total", SavedStats())
+        kept = f", kept {format_bytes(total.sent_bytes)} of {format_bytes(total.raw_bytes)}" if total.steps else ""
+        return f"{type(self).__name__}({type(self.model).__name__}, bits={self.policy.bits}{kept})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and saved contexts are new ones, with the copy of the model, which has its own ranges."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from narrowband.stats import StepRecord
+from narrowband.units import counted, format_bytes
 
 __all__ = ["Saved", "SavedBytes", "SavedStats"]
 
@@ -42,7 +43,7 @@ class SavedBytes:
 
 @dataclass
 class Saved:
-    """What one forward pass saved for backward.
+    """What one forward pass saved for backward. ``print(saved)`` shows how much, by operator.
 
     Attributes:
         by_operator: operator → bytes; see :data:`~narrowband.activations.policy.OPERATORS`.
@@ -52,6 +53,17 @@ class Saved:
 
     by_operator: dict[str, SavedBytes] = field(default_factory=dict)
     by_module: dict[str, SavedBytes] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """One sentence: bytes kept of all, and of every operator."""
+        parts = [
+            f"{operator} {format_bytes(saved.kept_bytes)} of {format_bytes(saved.raw_bytes)}"
+            for operator, saved in sorted(self.by_operator.items(), key=lambda item: -item[1].raw_bytes)
+        ]
+        exact = f"; {counted(self.outliers, 'tensor')} kept exactly because of outliers" if self.outliers else ""
+        by_operator = f" ({', '.join(parts)})" if parts else ""
+        kept, raw = format_bytes(self.kept_bytes), format_bytes(self.raw_bytes)
+        return f"kept {kept} of {raw}{by_operator}{exact}"
 
     @property
     def raw_bytes(self) -> int:

@@ -14,7 +14,7 @@ from narrowband.adapt.traffic import dense_nbytes
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import compression
 from narrowband.files import write_text
-from narrowband.units import plain_number
+from narrowband.units import counted, format_bytes, plain_number
 
 __all__ = ["LayerPlan", "Plan"]
 
@@ -63,7 +63,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The spec of every layer, and how it was decided.
+    """The spec of every layer, and how it was decided. ``print(plan)`` shows a line per layer.
 
     Attributes:
         layers: one :class:`LayerPlan` per compressed layer.
@@ -111,6 +111,16 @@ class Plan:
                 compression(layer.spec)
             except (ValueError, UnsupportedError) as error:
                 raise ValueError(f"the plan's layer {layer.name!r}: {error}") from error
+
+    def __str__(self) -> str:
+        """One line per layer: its spec, the bytes that a rank sends for it per step, and its name."""
+        rows = [(each.spec, format_bytes(each.nbytes), each.name) for each in self.layers]
+        spec, sent = (max(len(row[column]) for row in rows) for column in (0, 1))
+        lines = [f"{row[0]:<{spec}}  {row[1]:>{sent}}  {row[2]}" for row in rows]
+        lines.append(
+            f"each of {counted(self.world_size, 'rank')} sends {format_bytes(self.nbytes)} per step for all layers"
+        )
+        return "\n".join(lines)
 
     @property
     def nbytes(self) -> float:

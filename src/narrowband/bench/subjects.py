@@ -120,8 +120,15 @@ def _function(path: str, function: str, name: str) -> Callable[[int], Any]:
         raise ValueError(f"{name}: {path} is not a Python file (its name does not end in .py); write file.py:function")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    with _importing_beside(path), users_errors(f"{name}: {path} cannot be imported:", path):
-        spec.loader.exec_module(module)
+    try:
+        with _importing_beside(path), users_errors(f"{name}: {path} cannot be imported:", path):
+            spec.loader.exec_module(module)
+    except ValueError as error:
+        if isinstance(error.__cause__, (ImportError, SyntaxError)):
+            raise
+        raise ValueError(
+            f"{error}. If the file trains when it is imported, move {function} to a file of its own"
+        ) from error
     found = getattr(module, function, None)
     if not callable(found):
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]

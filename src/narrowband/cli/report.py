@@ -22,9 +22,10 @@ _REMEDY = "give the file of an nb.Recorder, or what a benchmark wrote with --jso
 class Report:
     """Make one HTML page of a recorded run: loss, times, bytes, errors and residuals by layer, and what policies chose.
 
-    Two lines in the training loop record a run: ``recorder = nb.Recorder(handle, "run.jsonl")`` before it, and
-    ``recorder.step(loss=loss)`` after every optimizer step. The page needs no network and no other files. It can be
-    made while the run goes on. Files that a benchmark wrote with --json work, too.
+    Three lines in a training script record a run: ``recorder = nb.Recorder(handle, "run.jsonl")`` before the loop,
+    ``recorder.step(loss=loss)`` after every optimizer step, and ``recorder.close()`` at the end. The page
+    needs no network and no other files. It can be made while the run goes on. Files that a benchmark wrote with --json
+    work, too.
 
     Examples:
       narrowband report run.jsonl

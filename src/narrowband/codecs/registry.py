@@ -61,7 +61,8 @@ class Registry(Generic[T]):
         candidate: Any = kind  # may come from another package, with types unchecked
         if not (isinstance(candidate, type) and issubclass(candidate, self._base) and is_dataclass(candidate)):
             raise TypeError(
-                f"expected a dataclass that derives from {self._base.__name__} as a {self._what}, got {kind!r}"
+                f"expected a dataclass that derives from {self._base.__name__} as a {self._what}, got {kind!r}; write "
+                f"@dataclass(frozen=True) above the class, and {self._base.__name__} behind its name"
             )
         name: Any = getattr(kind, "name", None)
         if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -71,8 +71,11 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
         >>> parse_term("qsgd:bits=4", {"qsgd": QSGD}, "codec")
         QSGD(bits=4, bucket=128, norm='max')
     """
-    if not isinstance(text, str):
-        raise TypeError(f"a {what} spec is a string such as {_example(kinds)!r}, not {type(text).__name__}")
+    given: Any = text  # callers' types are unchecked
+    if not isinstance(given, str):
+        is_class = isinstance(given, type)
+        got = f"the class {given.__name__}: call it, {given.__name__}(…)" if is_class else type(given).__name__
+        raise TypeError(f"a {what} spec is a string such as {_example(kinds)!r}, not {got}")
     name, colon, rest = text.strip().partition(":")
     if name not in kinds:
         among = "" if name == text else f" in {text!r}"

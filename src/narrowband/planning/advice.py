@@ -120,22 +120,21 @@ def _sentence(best: Row, baseline: Row, plain: Row, optimizer: str, where: str, 
         return (
             f"Compress: among {where}, {best.name} would take {format_seconds(best.step_s)} per step and "
             f"{baseline.name} {format_seconds(baseline.step_s)}, so it is {baseline.step_s / best.step_s:.1f} times as "
-            f"fast; with {optimizer} the loss of a small model changed by {best.fact} ({best.fact.what})."
+            f"fast. With {optimizer} the loss of a small model changed by {best.fact} ({best.fact.what})."
         )
     alone = plain.predicted.outcome.compute_s
-    of = "it" if best is baseline else f"the {format_seconds(baseline.step_s)} that {baseline.name} would take"
     nothing = (
-        f"nothing whose mean loss with {optimizer} was measured within {tolerance:.0%} would save {WORTH_IT:.0%} of "
-        f"{of}"
+        f"No codec saves {WORTH_IT:.0%} of the {format_seconds(baseline.step_s)} that {baseline.name} would take, at a "
+        f"loss that was measured within {tolerance:.0%} with {optimizer}."
     )
     if best is not plain:
         return (
             f"Do not compress, but {_instead(best.option)}: among {where}, {best.name} would take "
-            f"{format_seconds(best.step_s)} per step and {plain.name} {format_seconds(plain.step_s)}; {nothing}."
+            f"{format_seconds(best.step_s)} per step and {plain.name} {format_seconds(plain.step_s)}. {nothing}"
         )
     return (
         f"Do not compress: among {where}, {plain.name} would take {format_seconds(plain.step_s)} per step, of which "
-        f"{format_seconds(alone)} are compute, and {nothing}."
+        f"{format_seconds(alone)} are compute. {nothing}"
     )
 
 

@@ -53,7 +53,9 @@ def run_page(run: Run, name: str, beside: Run | None = None) -> str:
         for layer, own in _last_layers(run)
     ]  # fmt: skip
     columns = ("layer", "spec", "elements", "sent", _PLAIN, "relative error", "‖residual‖")
-    note = "" if run.ended else "This run is still going, or was stopped: the page shows what was written so far."
+    note = ""
+    if not run.ended:
+        note = "This run is still going, was stopped, or did not call recorder.close(). The page shows what there is."
     with unchecked():
         charts = list(_charts(run, beside))
     return page_of(

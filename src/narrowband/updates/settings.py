@@ -175,7 +175,8 @@ def _seconds(text: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|min|h)", text.strip())
     if found is None or not float(found[1]):
-        raise ValueError(f"every={text!r} is not a time; expected a number and s, min or h, such as '20min'")
+        steps = f", or a number of steps without quotes: every={text.strip()}" if text.strip().isdecimal() else ""
+        raise ValueError(f"every={text!r} is not a time; expected a number and s, min or h, such as '20min'{steps}")
     return float(found[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2]]
 
 
