@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import narrowband as nb
 from narrowband.activations import OPERATORS, ActivationPolicy
 
 bits = st.sampled_from([8, 4, 2, "off"])
@@ -248,3 +251,27 @@ def test_off_is_known_as_such():
     assert ActivationPolicy(bits="off").is_off
     assert ActivationPolicy(bits="off", operators={"softmax": "off"}, modules={"a": "off"}).is_off
     assert not ActivationPolicy(bits="off", modules={"a": 8}).is_off
+
+
+class WithLoss(nn.Module):
+    """A language model that computes its own loss, as those of Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 2048))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.body(x), labels)
+
+
+def test_the_empty_name_keeps_what_the_models_own_forward_saves_and_nothing_else():
+    model, x, labels = WithLoss(), torch.randn(128, 64), torch.randint(2048, (128,))
+    with nb.compress_activations(model, bits=8) as packed:
+        model(x, labels).backward()
+    policy = nb.ActivationPolicy(bits=8, modules={"": "off"})
+    with nb.compress_activations(model, policy=policy) as exact:
+        model(x, labels).backward()
+    loss = exact.by_module.pop("")
+    assert loss.kept_bytes == loss.raw_bytes > 4 * 128 * 2048 * 0.99
+    assert packed.by_module.pop("").kept_bytes < 0.3 * loss.raw_bytes
+    assert exact.by_module == packed.by_module

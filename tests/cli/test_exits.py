@@ -53,6 +53,7 @@ class NoTraining(nn.Linear):
     def forward(self, x): return super().forward(x) if not torch.is_grad_enabled() else {}["grads"]
 def no_training(batch): return NoTraining(8, 8), (torch.randn(batch, 8),)
 def frozen(batch): return nn.Linear(8, 8).requires_grad_(False), (torch.randn(batch, 8),)
+def by_name(batch): return nn.Linear(8, 8), {"input": torch.randn(batch, 8)}
 number = 3
 """
 
@@ -185,6 +186,7 @@ WRONG = [
     ("memory model.py:returns_nothing", "returns_nothing(8) must return a module and the tuple of its inputs"),
     ("memory model.py:returns_no_inputs", "forward does not take the inputs that came with it: TypeError"),
     ("memory model.py:does_not_fit", "forward does not take the inputs that came with it: RuntimeError: "),
+    ("memory model.py:by_name", "(a dictionary is one input: return a tuple, in the order of forward's arguments): "),
     ("memory model.py:one_too_many", "forward does not take the inputs that came with it: TypeError"),
     ("memory model.py:raises", "raises(8) raised KeyError: 'deep' (model.py, line 14)"),
     ("memory model.py:exits", "exits(8) raised SystemExit: 0"),

@@ -32,6 +32,13 @@ def test_files_that_the_page_names_are_in_the_room():
         assert set(re.findall(r"`(\w+\.py)`", text)) <= there | {"__init__.py"}, title
 
 
+def test_files_to_begin_in_are_there():
+    (table,) = re.findall(r"^## Where to change what\n(.*?)^## ", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", table)
+    assert len(named) > 20
+    assert not [name for name in named if not (Path(narrowband.__file__).parent / name).exists()]
+
+
 def test_rooms_that_list_their_files_list_all_of_them():
     page = PAGE.read_text()
     listing = {room for room in ROOMS if listed(room)[0]}

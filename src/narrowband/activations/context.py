@@ -73,7 +73,7 @@ _pieces: weakref.WeakKeyDictionary[nn.Module, Pieces] = weakref.WeakKeyDictionar
 def compress_activations(
     model: nn.Module, bits: Bits | None = None, *, policy: ActivationPolicy | None = None, **options: Any
 ) -> ActivationCompression:
-    """Keep the activations that a model saves for backward in few bits.
+    """Keep the activations that a model saves for backward in few bits, so that training takes less memory.
 
     Use the result as a context around the forward pass, or as a decorator of a function that runs it. Backward may run
     inside or outside of it. Ranges of codes are learned from step to step and belong to the model, so the context may
@@ -87,7 +87,8 @@ def compress_activations(
 
     Raises:
         ValueError: a pattern of the policy matches no module; or a field of the policy has a value that it cannot have.
-        TypeError: both a policy and fields of one are given; a field does not exist; or the model or policy is none.
+        TypeError: both a policy and fields of one are given; a field does not exist; or the model is no module, or the
+            policy no :class:`ActivationPolicy`.
 
     Example:
         Tensors that the loss saves are outside of the model and stay unchanged:

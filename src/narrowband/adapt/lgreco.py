@@ -37,7 +37,7 @@ _LEAST_PRICE = 0.01
 
 @dataclass
 class LGreCo(Policy):
-    """Minimizes bytes, or seconds, at the error of a compression that is known to be safe.
+    """Chooses a spec for every layer: fewest bytes, or seconds, at no more error than a spec that is known to be safe.
 
     A decision has three steps. It computes the error of every choice for every layer, on the gradients since the last
     decision. It sets the budget to the sum of the reference's errors over all layers. Then :func:`solve` chooses.

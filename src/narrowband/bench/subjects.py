@@ -107,7 +107,10 @@ def tried(name: str, batch: int, device: str = "cpu") -> Subject:
     model, inputs = subject(name, batch)
     model, inputs = model.to(device), tuple(moved(x, device) for x in inputs)
     if name not in SUBJECTS:
-        with users_errors(f"{name}: the model's forward does not take the inputs that came with it:"), torch.no_grad():
+        by_name = any(isinstance(x, dict) for x in inputs)
+        hint = " (a dictionary is one input: return a tuple, in the order of forward's arguments)" if by_name else ""
+        what = f"{name}: the model's forward does not take the inputs that came with it{hint}:"
+        with users_errors(what), torch.no_grad():
             model(*inputs)
     return model, inputs
 

@@ -50,11 +50,11 @@ class Adapt:
     choices: tuple[str, ...] = ()
     """Specs a layer may get; left out: those around the reference that the L-GreCo paper searches."""
     alpha: float = 1.0
-    """Budget of error, as a multiple of the reference's."""
+    """How much error the plan may make, as a multiple of the reference's."""
     metric: Literal["l2", "l2_squared"] = "l2"
-    """What adds up over layers: norms of errors, or their squares."""
+    """How errors of layers are added up: as norms, or as squares of norms."""
     discretization: int = 10_000
-    """Steps that the budget is cut into."""
+    """How many steps the allowed error is cut into. More are finer, and slower."""
     low: str = "powersgd:rank=4"
     """Accordion's spec where gradients change fast."""
     high: str = "powersgd:rank=1"

@@ -27,8 +27,8 @@ class Demo:
     Four ranks on this machine train a byte-level GPT on the source of Python's standard library: fp32 and fp16
     first, then each codec, from the same parameters, on the same batches. At the end stand a table, estimates for
     slow and fast links, a verdict in plain words, and, in runs/demo, summary.json and a picture of the loss curves.
-    Bytes and losses hardly depend on the machine. How many times as fast does, and the verdict says what it rests on.
-    Nothing is downloaded; no rights are needed.
+    Bytes and losses hardly depend on the machine, but times do: the verdict says what it rests on. Nothing is
+    downloaded; no rights are needed.
 
     Examples:
       narrowband demo

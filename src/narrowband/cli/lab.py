@@ -50,7 +50,7 @@ class Lab:
     """Rate of every link in both directions: 200mbit, 1gbit, …; of each machine's: 200mbit,1gbit; none leaves the links
     unshaped."""
     up: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
-    """Rate at which machines send, where they receive at another one; of all machines, or of each: 20mbit,50mbit."""
+    """Rate at which machines send, if they receive at another one: one for all, or one for each: 20mbit,50mbit."""
     down: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
     """Rate at which they receive."""
     delay: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None

@@ -32,12 +32,12 @@ _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**
 class Memory:
     """Say what training a model takes of memory, and find the fastest way to train within a budget.
 
-    Counted are parameters, gradients, the optimizer, and what backward keeps of activations, by operator and module,
-    plain and in 8 and 4 bits.
+    It counts parameters, gradients, the optimizer's state, and what backward keeps of activations: by operator and
+    module, plain and in 8 and 4 bits.
 
-    With a budget, the fastest way to train within it (or exit code 1, if there is none): for every block of the model,
-    whether its activations are kept as they are, in 8 or 4 bits, or recomputed. The budget is for all that training
-    takes. Steps of every kind are measured, and so is the choice, which takes some dozens of steps.
+    With --budget it looks for the fastest way to train within that memory. For every block of the model it chooses
+    whether activations are kept as they are, in 8 or 4 bits, or recomputed. It measures some dozens of steps. Exit code
+    1 says that nothing fits.
 
     Examples:
       narrowband memory deit-tiny --batch 32
@@ -62,7 +62,7 @@ class Memory:
     device: Annotated[Literal["cpu", "cuda"] | None, tyro.conf.arg(metavar="{cpu,cuda}")] = None
     """Where to train; CUDA where there is any, when left out."""
     depth: int = 2
-    """Parts of a module's name that tables of modules tell apart."""
+    """How many parts of a module's name the table of modules shows: 2 of model.layers.0.mlp are model.layers."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the policy that was found to this TOML file, for ActivationPolicy.load."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None

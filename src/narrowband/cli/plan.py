@@ -42,7 +42,7 @@ class Plan:
     apply: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write what is advised to this file: a plan that compress_gradients and compress_updates take."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """For a range of machines: draw what to do among how many, on which links."""
+    """For a range of machines: draw what to do for each number of machines and each link."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the rows to this file, with all that was measured, machine, versions and command."""
 

@@ -55,6 +55,8 @@ def compress_gradients(
 ) -> GradientCompression:
     """Average gradients over ranks with compression. Call it once on all ranks, before the first backward.
 
+    Only ``model`` and ``spec`` are needed to begin with.
+
     Args:
         model: a model in DistributedDataParallel, whose all-reduce is then compressed. Or a plain module. Or a module
             that the ranks of a node shard with ``fully_shard`` (FSDP2); then ``process_group`` has the ranks that hold
@@ -68,9 +70,9 @@ def compress_gradients(
         min_numel: parameters with fewer elements count as small, as do all biases and norms.
         small: how to send small parameters. ``"uncompressed"`` sends them as they are. ``"fused"`` joins those of the
             whole model into one vector, which is compressed like a layer. A codec, such as ``"topk:density=0.03"`` or
-            ``"fp16"``, compresses that vector less than layers are; with the model's feedback, if there is one. (Where
-            layers send 1 element in 1,000, uncompressed small parameters are most of the bytes.) With ``dgc``, only
-            ``topk`` is allowed.
+            ``"fp16"``, compresses that vector in its own way, with the model's feedback if there is one. (Where layers
+            send 1 element in 1,000, uncompressed small parameters are most of the bytes.) With ``dgc``, only ``topk``
+            is allowed.
         warmup_steps: how many steps at the start are averaged uncompressed, since early gradients change fast.
         process_group: the ranks to average over; by default those of DistributedDataParallel, or all. For a mesh of
             nodes × shards: ``mesh["nodes"].get_group()``.

@@ -71,7 +71,7 @@ class Recorder:
     Raises:
         ValueError: ``every`` or ``layers_every`` is below 1, or the file holds something else.
         OSError: the file cannot be written.
-        TypeError: the handle is none, or the writer is neither of the two.
+        TypeError: the handle has no ``stats()``, or the writer is neither of the two.
 
     Example:
         >>> with nb.Recorder(handle, "run.jsonl") as recorder:  # doctest: +SKIP

@@ -63,8 +63,10 @@ def compress_updates(
     weigh: str = "steps",
     check_every: int | None = None,
 ) -> UpdateCompression:
-    """Average updates, the changes that the optimizer makes, instead of gradients. Call it on all ranks, once, before
-    the first step.
+    """Average updates, what the optimizer has changed, instead of gradients. Call it once on all ranks, before the
+    first step.
+
+    It is for training with AdamW over slow links, in which replicas take several steps between two exchanges.
 
     The training loop stays as it is: backward, ``optimizer.step()``. After every ``every``-th step the handle averages
     the updates of all replicas, and their parameters are equal again, bit for bit. At set-up all replicas get the
