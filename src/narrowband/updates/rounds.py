@@ -46,8 +46,11 @@ from narrowband.updates.repeated import Repeated
 from narrowband.updates.settings import Rounds, check_in_place
 from narrowband.updates.state import SavedRounds, UnderWay
 from narrowband.updates.stepping import Strangers, facts_of, in_training, watch
+from narrowband.updates.switched_off import SwitchedOff
 
 if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
     from narrowband.averaging.agreement import Facts
     from narrowband.averaging.saved import Saved
     from narrowband.codecs import Codec
@@ -90,6 +93,8 @@ class UpdateCompression(Handle):
         group: dist.ProcessGroup,
         rounds: Rounds,
         mates: Sequence[dist.ProcessGroup] = (),
+        *,
+        among: DistributedDataParallel | None = None,
     ) -> None:
         self.every = cast("int", rounds.every)
         self._rounds = rounds
@@ -139,6 +144,7 @@ class UpdateCompression(Handle):
         self._stepped = False
         self._unwatch = watch(rounds.grad_scaler, optimizers, self._after_update)
         taken.update(optimizers)
+        self._off = None if among is None else SwitchedOff(among)
         remember_updates(model, self, group)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -214,7 +220,12 @@ class UpdateCompression(Handle):
 
         Args:
             stepping: whether an optimizer step follows, so that residuals may be put in place.
+
+        Raises:
+            RuntimeError: gradients are averaged again, too.
         """
+        if self._off is not None:
+            self._off.check()
         if not all(fragment.anchored for fragment in self._fragments):
             tensors = self._averaged.tensors()
             for fragment in self._fragments:
@@ -534,6 +545,8 @@ class UpdateCompression(Handle):
     def _let_go(self) -> None:
         """Release the optimizers (hooks and registration) and the anchors."""
         self._strangers.end()
+        if self._off is not None:
+            self._off.end()
         for hook in self._hooks:
             hook.remove()
         self._unwatch()

@@ -25,6 +25,7 @@ from narrowband.updates.averaged import floating_buffers, some
 from narrowband.updates.elastic import ElasticUpdateCompression
 from narrowband.updates.rounds import UpdateCompression, taken
 from narrowband.updates.settings import Rounds, check_in_place
+from narrowband.updates.switched_off import check_can_be_off, ddp_among
 
 if TYPE_CHECKING:
     from narrowband.adapt import Plan, Policy
@@ -73,9 +74,10 @@ def compress_updates(
     parameters of the first.
 
     Args:
-        model: a plain module; or one that the ranks of a replica train together, in DistributedDataParallel or sharded
-            by ``fully_shard`` (FSDP2). ``process_group`` then has the ranks that hold the same part of each replica.
-            The memory format must be the same on all ranks.
+        model: a plain module; or one in DistributedDataParallel among all replicas, whose averaging of gradients is
+            switched off until ``remove()``; or one that the ranks of a replica train together, in
+            DistributedDataParallel or sharded by ``fully_shard`` (FSDP2). In this last case ``process_group`` has the
+            ranks that hold the same part of each replica. The memory format must be the same on all ranks.
         optimizer: the optimizer that steps the parameters, of any type; or several, in the order in which they step.
         spec: codec and feedback, such as ``"qsgd:bits=2+ef"``; or a plan, or a policy.
         every: optimizer steps from one round to the next; with ``peers`` also a time, such as ``"20min"`` (``s``,
@@ -160,8 +162,8 @@ def compress_updates(
             connected=peers is None,
         )
         _check_settings(settings, rounds)
-        around = ddp_of(model)
-        net = model if around is None else around.module
+        around = ddp_of(replica)
+        net = replica if around is None else around.module
         _check_parameters(net, optimizers)
         if rounds.buffers == "average":
             _check_buffers(net)
@@ -170,7 +172,9 @@ def compress_updates(
                 raise ValueError("peers=... and process_group=... cannot be combined: leave one of the two out")
             _check_with_peers(net, settings, rounds)
             return net, optimizers, settings, rounds
-        check_replica(model, group_or(process_group))
+        if among is not None:
+            check_can_be_off(among)
+        check_replica(replica, group_or(process_group))
         check_once(net, group_or(process_group), "compress_gradients", "CodedDataParallel")
         if settings.policy is not None:
             check_parts(net, "a policy chooses specs", min_numel=settings.min_numel)
@@ -183,13 +187,16 @@ def compress_updates(
     if isinstance(model, nn.Module):
         reshard(model)
     if peers is not None:
+        replica = model
         net, optimizers, settings, rounds = prepared()
         return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
-    mates = groups_of_replica(model)
+    among = ddp_among(model, process_group) if isinstance(model, nn.Module) else None
+    replica = model if among is None else among.module
+    mates = groups_of_replica(replica)
     net, optimizers, settings, rounds = checked_on_all(
         "compress_updates", [*mates, waiting_in(process_group)], prepared
     )
-    return UpdateCompression(net, optimizers, settings, group_or(process_group), rounds, mates)
+    return UpdateCompression(net, optimizers, settings, group_or(process_group), rounds, mates, among=among)
 
 
 def _optimizers_of(model: object, given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
