@@ -23,6 +23,8 @@ from tests.ranks import RankError, run_ranks
 
 SPEC = "topk:density=0.05+ef"
 OPTIONS = {"min_numel": 64, "seed": 5}
+#: Of rounds. Their number of steps divides nothing at which a trainer saves.
+UPDATES = {**OPTIONS, "every": 3}
 #: Batches per step, steps, and the norm at which averages are clipped: it is less than that of any average here.
 ACCUMULATE, STEPS, CLIP = 2, 4, 0.05
 
@@ -66,6 +68,25 @@ def direct(rank, fp16=False, accumulate=ACCUMULATE, batches=range(ACCUMULATE * S
     return outcome(model, losses, handle)
 
 
+def direct_updates(rank, accumulate=ACCUMULATE, stops=(STEPS, 2 * STEPS), **options):
+    """Train a replica by hand, in rounds, until the last of the steps at which all replicas are made equal."""
+    model = mlp()
+    optimizer = sgd(model, momentum=0.9)
+    handle = nb.compress_updates(model, optimizer, SPEC, **{**UPDATES, **options})
+    losses = []
+    for step in range(1, stops[-1] + 1):
+        for batch in range(accumulate * (step - 1), accumulate * step):
+            loss = loss_of(model, batch, rank)
+            (loss / accumulate).backward()
+            losses.append(loss.item())
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in stops:
+            handle.average()
+    return outcome(model, losses, handle)
+
+
 def outcome(model, losses, handle):
     """What two runs are compared by."""
     kept = None if handle.removed else sorted(residuals(handle).items())
@@ -74,7 +95,7 @@ def outcome(model, losses, handle):
         "parameters": flat(model),
         "bytes": handle.stats().total.sent_bytes,
         "steps": handle.step,
-        "residuals": None if kept is None else torch.cat([each.flatten() for _, each in kept]),
+        "residuals": None if not kept else torch.cat([each.flatten() for _, each in kept]),
     }
 
 

@@ -15,6 +15,7 @@ from tests.integrations.direct import (
     OPTIONS,
     SPEC,
     STEPS,
+    UPDATES,
     agree,
     check_killed_and_resumed,
     dies_at,
@@ -33,11 +34,11 @@ pytestmark = needs("accelerate")
 class Run:
     """A model, prepared and compressed, of this rank."""
 
-    def __init__(self, rank, world_size, spec=SPEC, *, loads=None, dies=False, **options):
+    def __init__(self, rank, world_size, spec=SPEC, *, loads=None, dies=False, updates=False, **options):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
 
-        from narrowband.integrations.accelerate import compress_gradients
+        from narrowband.integrations.accelerate import compress_gradients, compress_updates
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
@@ -51,7 +52,11 @@ class Run:
         self.losses = []
         if loads is not None:
             self.accelerator.load_state(loads)
-        self.handle = compress_gradients(self.accelerator, self.model, spec, **(OPTIONS | options))
+        if updates:
+            options = UPDATES | options
+            self.handle = compress_updates(self.accelerator, self.model, self.optimizer, spec, **options)
+        else:
+            self.handle = compress_gradients(self.accelerator, self.model, spec, **(OPTIONS | options))
 
     def train(self, steps):
         for batch in range(ACCUMULATE * steps.start, ACCUMULATE * steps.stop):

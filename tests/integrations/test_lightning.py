@@ -18,6 +18,7 @@ from tests.integrations.direct import (
     OPTIONS,
     SPEC,
     STEPS,
+    UPDATES,
     agree,
     check_killed_and_resumed,
     dies_at,
@@ -50,11 +51,12 @@ def fit(
     strict=True,
     dies=False,
     loader=torch.utils.data.DataLoader,
+    updates=False,
     **options,
 ):
     """Fit with Lightning's Trainer, with a checkpoint and a validation after each epoch."""
     pl = importlib.import_module(package)
-    from narrowband.integrations.lightning import CompressGradients
+    from narrowband.integrations.lightning import CompressGradients, CompressUpdates
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -80,7 +82,8 @@ def fit(
             optimizer = sgd(self.net, momentum=0.9)
             return dies_at(optimizer, rank) if dies else optimizer
 
-    compression = CompressGradients(spec, strict=strict, **OPTIONS)
+    by, of = (CompressUpdates, UPDATES) if updates else (CompressGradients, OPTIONS)
+    compression = by(spec, strict=strict, **of)
     options = {"strategy": "ddp", "devices": world_size, **options}
     with launched(rank, world_size):
         trainer = pl.Trainer(
@@ -198,10 +201,10 @@ def test_a_run_whose_rank_was_killed_resumes_to_the_bit(tmp_path):
     check_killed_and_resumed(killed, resumed, tmp_path)
 
 
-def train_with_fabric(rank, world_size, steps, folder, resume=False, dies=False):
+def train_with_fabric(rank, world_size, steps, folder, resume=False, dies=False, updates=False):
     from lightning.fabric import Fabric
 
-    from narrowband.integrations.lightning import Stateful, compress_gradients
+    from narrowband.integrations.lightning import Stateful, compress_gradients, compress_updates
 
     with launched(rank, world_size):
         fabric = Fabric(accelerator="cpu", strategy="ddp", devices=world_size)
@@ -209,7 +212,10 @@ def train_with_fabric(rank, world_size, steps, folder, resume=False, dies=False)
         net = mlp()
         optimizer = sgd(net, momentum=0.9)
         model, optimizer = fabric.setup(net, dies_at(optimizer, rank) if dies else optimizer)
-        handle = compress_gradients(fabric, model, SPEC, **OPTIONS)
+        if updates:
+            handle = compress_updates(fabric, model, optimizer, SPEC, **UPDATES)
+        else:
+            handle = compress_gradients(fabric, model, SPEC, **OPTIONS)
         state = {"model": model, "optimizer": optimizer, "compression": Stateful(handle)}
         if resume:
             fabric.load(f"{folder}/state.ckpt", state)
@@ -224,7 +230,9 @@ def train_with_fabric(rank, world_size, steps, folder, resume=False, dies=False)
                 fabric.clip_gradients(model, optimizer, max_norm=CLIP)
                 optimizer.step()
                 optimizer.zero_grad()
-            if batch + 1 == ACCUMULATE * STEPS // 2:
+            if updates and last and (batch + 1) % (ACCUMULATE * STEPS) == 0:
+                handle.average()
+            if batch + 1 == ACCUMULATE * STEPS // (1 if updates else 2):
                 fabric.save(f"{folder}/state.ckpt", state)
     return outcome(net, losses, handle)
 

@@ -18,6 +18,7 @@ from tests.integrations.direct import (
     OPTIONS,
     SPEC,
     STEPS,
+    UPDATES,
     agree,
     check_killed_and_resumed,
     dies_at,
@@ -65,7 +66,7 @@ class OfRank(torch.utils.data.IterableDataset):
             yield {"x": x, "y": y}
 
 
-def trainer_of(rank, folder, steps, dies=False, **more):
+def trainer_of(rank, folder, steps, dies=False, saves=STEPS // 2, **more):
     """A Trainer that saves and evaluates in the middle."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers import Trainer, TrainingArguments
@@ -87,9 +88,9 @@ def trainer_of(rank, folder, steps, dies=False, **more):
         max_steps=steps,
         gradient_accumulation_steps=ACCUMULATE,
         max_grad_norm=CLIP,
-        save_steps=STEPS // 2,
+        save_steps=saves,
         eval_strategy="steps",
-        eval_steps=STEPS // 2,
+        eval_steps=saves,
         label_names=["y"],
         prediction_loss_only=True,
         report_to=[],
@@ -106,13 +107,14 @@ def trainer_of(rank, folder, steps, dies=False, **more):
 
 def train(
     rank, world_size, folder, *, steps=STEPS, resume=None, spec=SPEC, callbacks=(), strict=True, dies=False, times=1,
-    **more,
+    updates=False, **more,
 ):  # fmt: skip
-    from narrowband.integrations.transformers import compress_gradients
+    from narrowband.integrations.transformers import compress_gradients, compress_updates
 
     with launched(rank, world_size):
         trainer = trainer_of(rank, folder, steps, dies, **more)
-        compression = compress_gradients(trainer, spec, strict=strict, **OPTIONS)
+        by, options = (compress_updates, UPDATES) if updates else (compress_gradients, OPTIONS)
+        compression = by(trainer, spec, strict=strict, **options)
         for callback in callbacks:
             trainer.add_callback(callback(trainer))
         for _ in range(times):

@@ -27,7 +27,7 @@ from narrowband.files import whole
 from narrowband.units import counted
 
 if TYPE_CHECKING:
-    from narrowband.gradients import GradientCompression
+    from narrowband.integrations.replica import Saves
 
 __all__ = ["Torn", "gather", "load", "read", "write"]
 
@@ -39,7 +39,7 @@ State = Mapping[str, Any]
 # ---- a checkpoint that is a folder -----------------------------------------------------------------------------------
 
 
-def write(handle: GradientCompression, folder: str | os.PathLike[str], name: str = "narrowband") -> Path | None:
+def write(handle: Saves, folder: str | os.PathLike[str], name: str = "narrowband") -> Path | None:
     """Write this rank's state into a folder, such as ``narrowband-rank0-of-2.pt``. Call on all ranks, between steps.
 
     The file is written atomically. Files that a former run with another number of ranks left in the folder are deleted.
@@ -98,7 +98,7 @@ def read(folder: str | os.PathLike[str], name: str = "narrowband") -> State | li
 # ---- a checkpoint that is one file -----------------------------------------------------------------------------------
 
 
-def gather(handle: GradientCompression) -> list[State]:
+def gather(handle: Saves) -> list[State]:
     """Collect the states of all ranks on rank 0, in the order of ranks; an empty list on the others. Call on all ranks.
 
     They are sent one after the other, so that no device has to hold more than one of them beside its own. If the handle
@@ -122,7 +122,7 @@ def gather(handle: GradientCompression) -> list[State]:
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
-def load(handle: GradientCompression, found: State | Sequence[State] | Torn, where: str, *, strict: bool) -> None:
+def load(handle: Saves, found: State | Sequence[State] | Torn, where: str, *, strict: bool) -> None:
     """Resume from what this rank has found in a checkpoint. Call on all ranks.
 
     Args:
@@ -165,10 +165,10 @@ def load(handle: GradientCompression, found: State | Sequence[State] | Torn, whe
         handle.load_state_dict(found)
 
 
-_told: weakref.WeakSet[GradientCompression] = weakref.WeakSet()
+_told: weakref.WeakSet[Saves] = weakref.WeakSet()
 
 
-def _has_state(handle: GradientCompression) -> bool:
+def _has_state(handle: Saves) -> bool:
     """Whether a handle has a state to save and to load. If it was removed, log that once."""
     if handle.removed and handle not in _told:
         _told.add(handle)

@@ -192,6 +192,21 @@ class UpdateCompression(Handle):
             check_in_place(chosen.values())
         return chosen
 
+    @property
+    def model(self) -> nn.Module:
+        """The module that this replica trains, without what is around it."""
+        return self._averaged.model
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that step it, in order."""
+        return [each for reference in self._optimizers if (each := reference()) is not None]
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler that may skip their steps."""
+        return self._rounds.grad_scaler
+
     # ---- when --------------------------------------------------------------------------------------------------------
 
     @property
@@ -551,7 +566,7 @@ class UpdateCompression(Handle):
             hook.remove()
         self._unwatch()
         forget(self._averaged.model, self)
-        taken.difference_update(each for ref in self._optimizers if (each := ref()) is not None)
+        taken.difference_update(self.optimizers)
         self._last_length = self.length
         self._fragments.clear()
 

@@ -190,7 +190,7 @@ def compress_updates(
         replica = model
         net, optimizers, settings, rounds = prepared()
         return ElasticUpdateCompression(net, optimizers, settings, peers, rounds)
-    among = ddp_among(model, process_group) if isinstance(model, nn.Module) else None
+    among = ddp_among(model, process_group)
     replica = model if among is None else among.module
     mates = groups_of_replica(replica)
     net, optimizers, settings, rounds = checked_on_all(

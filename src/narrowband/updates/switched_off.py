@@ -11,27 +11,28 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import nn
 
 from narrowband.averaging.who import ddp_of
 from narrowband.collectives import group_or
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["SwitchedOff", "check_can_be_off", "ddp_among"]
 
 
-def ddp_among(model: nn.Module, process_group: dist.ProcessGroup | None) -> DistributedDataParallel | None:
+def ddp_among(model: object, process_group: dist.ProcessGroup | None) -> DistributedDataParallel | None:
     """Return the DistributedDataParallel that a model is, if it averages among all ranks, and all ranks are replicas.
     One among fewer ranks is for those that train a replica together.
 
     Args:
-        model: the model; it may be inside the wrapper of ``torch.compile``.
+        model: the model; it may be inside the wrapper of ``torch.compile``. What is no module is in none.
         process_group: the replicas; None: all ranks.
     """
-    around, group = ddp_of(model), group_or(process_group)
+    around = ddp_of(model) if isinstance(model, nn.Module) else None
+    group = group_or(process_group)
     if around is None or group is None:
         return None
     sizes = {dist.get_world_size(each) for each in (None, group, around.process_group)}
