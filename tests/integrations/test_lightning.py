@@ -333,11 +333,11 @@ def test_steps_of_a_trial_leave_nothing_in_the_residuals(tmp_path):
         assert agree(without, between, but=("losses", "bytes")) == []
 
 
-def fitted_again(rank, world_size, folder):
+def fitted_again(rank, world_size, folder, updates):
     """Fit, fit again, fit another model, and resume from a checkpoint: what the handles hold, and what is said."""
     from lightning.pytorch import LightningModule, Trainer
 
-    from narrowband.integrations.lightning import CompressGradients
+    from narrowband.integrations.lightning import CompressGradients, CompressUpdates
 
     class Module(LightningModule):
         def __init__(self):
@@ -353,7 +353,8 @@ def fitted_again(rank, world_size, folder):
         def configure_optimizers(self):
             return sgd(self.net, momentum=0.9)
 
-    compression, seen = CompressGradients(SPEC, **OPTIONS), []
+    compression = CompressUpdates(SPEC, **UPDATES) if updates else CompressGradients(SPEC, **OPTIONS)
+    seen = []
     with launched(rank, world_size):
         trainer = Trainer(
             accelerator="cpu",
@@ -377,9 +378,10 @@ def fitted_again(rank, world_size, folder):
     return seen
 
 
-def test_a_second_fit_says_that_it_begins_with_empty_residuals(tmp_path):
-    first, second = on_two_ranks(fitted_again, str(tmp_path))
-    assert [steps for steps, _ in first] == [EPOCH, EPOCH, EPOCH, 2 * EPOCH]
+@pytest.mark.parametrize(("updates", "steps"), [(False, EPOCH), (True, 2)])  # two rounds: after three steps and four
+def test_a_second_fit_says_that_it_begins_with_empty_residuals(updates, steps, tmp_path):
+    first, second = on_two_ranks(fitted_again, str(tmp_path), updates)
+    assert [found for found, _ in first] == [steps, steps, steps, 2 * steps]
     assert [len(said) for _, said in first] == [0, 1, 0, 0]
     assert "pass ckpt_path=... to trainer.fit" in first[1][1][0]
     assert [len(said) for _, said in second] == [0, 0, 0, 0]

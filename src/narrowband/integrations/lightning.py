@@ -134,9 +134,8 @@ class _Callback(Callback, ABC):
         again = self._fitted is not None and self._fitted() is pl_module and self._found is None
         if again and self._saves is not None and self._residual_nbytes and trainer.is_global_zero:
             log.warning(
-                "this fit begins with empty residuals: what the fit before had not sent yet of its gradients is "
-                "dropped, as Lightning drops the state of its optimizers; to go on with both, pass ckpt_path=... to "
-                "trainer.fit"
+                "this fit begins with empty residuals: what the fit before had not sent yet is dropped, as Lightning "
+                "drops the state of its optimizers; to go on with both, pass ckpt_path=... to trainer.fit"
             )
         self._saves = None  # release its residuals before there are new ones
         self._saves = self._begin(trainer, ddp)
