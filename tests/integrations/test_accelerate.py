@@ -180,7 +180,6 @@ def removed(rank, world_size, folder):
     loss_of(again.model, 0, rank).backward()
     with heard() as messages:
         again.accelerator.save_state(f"{folder}/again")
-        dist.barrier()  # Accelerate's rank 0 writes the model after the others have gone on
         handle.pause()
         again.accelerator.load_state(f"{folder}/again")
     return ended["steps"], left, strict, (handle.step, handle.paused, messages)

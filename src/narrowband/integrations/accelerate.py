@@ -216,7 +216,13 @@ def _take_down_loads() -> None:
     @functools.wraps(load_state)
     def taking_down(self: Accelerator, *args: Any, **kwargs: Any) -> None:
         found: list[tuple[str, list[nn.Module]]] = []
-        hook = self.register_load_state_pre_hook(lambda models, folder: found.append((folder, list(models))))
+
+        def begins(models: list[nn.Module], folder: str) -> None:
+            found.append((folder, list(models)))
+            if _restores.get(self):
+                self.wait_for_everyone()  # rank 0 may still be writing what the others are about to read
+
+        hook = self.register_load_state_pre_hook(begins)
         try:
             load_state(self, *args, **kwargs)
         finally:
