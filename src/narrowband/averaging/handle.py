@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from narrowband.averaging.core import Averaging
 from narrowband.averaging.state import VERSION, check_state, facts_of, kept, states_of_all_ranks
 from narrowband.averaging.stats import LayerStats, StepStats
+from narrowband.averaging.waiting import Rest
 from narrowband.codecs.base import squared_norm
 from narrowband.collectives import all_reduce_nbytes
 from narrowband.stats import Stats
@@ -274,8 +275,7 @@ class Handle(Averaging):
         Tensors in the state are those in use, not copies; save or clone them before the next step.
         """
         self._check_between_steps("state_dict")
-        if self._waiting is not None:
-            self._waiting.saves()
+        rest = Rest() if self._waiting is None else self._waiting.rest()
         return {
             "version": VERSION,
             "spec": str(self.compression),
@@ -288,10 +288,9 @@ class Handle(Averaging):
             "rank": self._peers.rank,
             "world_size": self._peers.size,
             "memory formats": self.layers.memory_formats,
-            "feedback": self.layers.saved(self.layers.state) if self.layers.state else {},
-            "others": {name: self.layers.saved(state) for name, state in self.layers.states.items() if name},
-            "in turns": None if self._waiting is None else self._waiting.in_turns,
-            "since thrown": (0, 0) if self._waiting is None else self._waiting.since,
+            "feedback": self.layers.saved(self.layers.state, rest.used) if self.layers.state else {},
+            "others": {name: self.layers.saved(state, rest.used) for name, state in self.layers.states.items() if name},
+            **rest.state_dict(),
             "controller": self._controller.state_dict(),
         }
 
@@ -371,7 +370,7 @@ class Handle(Averaging):
         self._step, self._epoch = mine["step"], mine["epoch"]
         self._paused = mine["paused"]
         if self._waiting is not None:
-            self._waiting.restart(in_turns=mine.get("in turns"), since=mine.get("since thrown", (0, 0)))
+            self._waiting.restart(Rest.of(mine))
         self._seed = mine["seed"]
         self._loss_scale.value = mine["loss_scale"] or 1.0  # None in older states: gradients were not scaled
         self._total, self._last, self._sent, self._errors, self._unread = StepStats(), StepStats(), {}, {}, []

@@ -254,10 +254,7 @@ class Layers:
         for name, was in before.items():
             now = self._state_of(self.spec_for(name))
             if was is not None and now is not None and was is not now:
-                self.unused.forget([name])
-                residual = was.take_residual(name)
-                if residual is not None:
-                    now.add_residual(name, residual)
+                self.unused.move(name, was, now)
 
     def checked(self, specs: Mapping[str, str | Codec | Compression | Method]) -> dict[str, Compression]:
         """Return what :meth:`set` would give to layers, and change nothing.
@@ -372,9 +369,14 @@ class Layers:
         """Bytes of memory that feedback takes on this rank."""
         return sum(state.nbytes for state in self.states.values()) + self.unused.nbytes
 
-    def saved(self, state: State) -> dict[str, Tensor]:
-        """Return what is saved of one of the feedback states: without averages that wait for an optimizer."""
-        return self.unused.saved(state, self.state_of_parameter)
+    def saved(self, state: State, used: Collection[str]) -> dict[str, Tensor]:
+        """Return what is saved of one of the feedback states: without averages that wait for an optimizer.
+
+        Args:
+            state: the feedback.
+            used: names of parameters whose averages wait, but count as used.
+        """
+        return self.unused.saved(state, self.state_of_parameter, used)
 
     def merged(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
         """Merge the saved feedback of all former ranks into what each present rank starts with, by state name. Call

@@ -62,10 +62,19 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "two numbers of averages",
         lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_count, value)),
     ),
+    "stepped": (
+        "a dictionary with 'parameters', 'own' and 'any'",
+        lambda value: (
+            isinstance(value, Mapping)
+            and isinstance(value.get("parameters"), (list, tuple))
+            and all(isinstance(name, str) for name in value["parameters"])
+            and all(isinstance(value.get(key), bool) for key in ("own", "any"))
+        ),
+    ),
 }
 
 #: Keys that states of earlier releases lack.
-_ADDED = ("memory formats", "in turns", "since thrown")
+_ADDED = ("memory formats", "in turns", "since thrown", "stepped")
 
 #: Keys whose values must be equal in the states of all ranks.
 _SHARED = ("spec", "step", "epoch", "paused", "seed", "loss_scale", "world_size")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from torch import Tensor
 
@@ -59,6 +59,27 @@ class Unused:
             if former is not None and state is not None:
                 state.put_back(name, former)
 
+    def move(self, name: str, was: State, now: State) -> None:
+        """Move the residual of a parameter to another feedback; and the one before an average that waits, which may
+        still be thrown away.
+
+        Args:
+            name: of the parameter.
+            was: the feedback that it had.
+            now: the feedback that it has from now on.
+        """
+        residual, former = was.take_residual(name), self._former.pop(name, None)
+        if former is not None:
+            was.put_back(name, former)
+            before = was.take_residual(name)
+            if before is not None:
+                now.add_residual(name, before)
+            self.keep(name, now, empty=before is None)
+            if before is not None and residual is None:
+                now.take_residual(name)
+        if residual is not None:
+            now.add_residual(name, residual)
+
     def clear(self) -> None:
         """Drop everything."""
         self._former.clear()
@@ -78,16 +99,17 @@ class Unused:
         """Bytes of memory that is taken."""
         return sum(x.nbytes for x in self.state_dict().values())
 
-    def saved(self, state: State, state_of: Callable[[str], State | None]) -> dict[str, Tensor]:
+    def saved(self, state: State, state_of: Callable[[str], State | None], used: Collection[str]) -> dict[str, Tensor]:
         """Return a feedback's state without the averages that wait: a run that resumes has no gradients.
 
         Args:
             state: the feedback.
             state_of: as in :meth:`take_back`.
+            used: names of parameters whose averages count as used all the same.
         """
         found = state.state_dict()
         for name, former in self._former.items():
-            if state_of(name) is state:
+            if name not in used and state_of(name) is state:
                 for entry in state.entries(name):
                     found.pop(entry, None)
                 found |= former

@@ -30,7 +30,8 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -40,7 +41,7 @@ from narrowband.averaging.step import fill_with_nan
 from narrowband.compiler import unseen
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.stats import StepStats
     from narrowband.stats import Stats
 
-__all__ = ["Averages", "Waiting"]
+__all__ = ["Averages", "Rest", "Waiting"]
 
 #: How many averages in a row have to be used, at the least, before nothing is kept any more.
 _FEWEST = 100
@@ -76,6 +77,47 @@ class Averages(Protocol):
 
     def stats(self) -> Stats[StepStats]:
         """Statistics of the steps so far."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is known of a run's averages when none waits: a run that resumes begins with it.
+
+    Attributes:
+        in_turns: whether averages are thrown away; None if that is not known yet.
+        since: how many averages there were since one was thrown away, or since the beginning; and how many there were
+            at the most before one was.
+        stepped: names of parameters that an optimizer has stepped with, as long as ``in_turns`` is not known.
+        by_own: whether an optimizer of the handle's parameters has stepped.
+        by_any: whether any optimizer was seen to step, so that it matters which parameters have one.
+        used: names of parameters whose averages wait at this time, and count as used. All others that wait count as
+            thrown away. (This is not saved.)
+    """
+
+    in_turns: bool | None = None
+    since: tuple[int, int] = (0, 0)
+    stepped: frozenset[str] = frozenset()
+    by_own: bool = False
+    by_any: bool = False
+    used: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved of it."""
+        seen = {"parameters": sorted(self.stepped), "own": self.by_own, "any": self.by_any}
+        return {"in turns": self.in_turns, "since thrown": self.since, "stepped": seen}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Rest:
+        """Return what :meth:`state_dict` returned; states of earlier releases lack some or all of it."""
+        in_turns, seen = state.get("in turns"), state.get("stepped", {})
+        own = seen.get("own", in_turns is not None)
+        return cls(
+            in_turns=in_turns,
+            since=tuple(state.get("since thrown", (0, 0))),
+            stepped=frozenset(seen.get("parameters", ())),
+            by_own=own,
+            by_any=seen.get("any", own),
+        )
 
 
 class Waiting(Listener):
@@ -122,7 +164,10 @@ class Waiting(Listener):
         self._thrown: set[int] = set()
         self._spoilt: set[int] = set()  # parameters whose gradients were NaN before this step
         self._owned: set[int] = set()  # parameters that an optimizer has
-        self._others_step = False  # whether an optimizer of other parameters has stepped while averages waited
+        #: Whether an optimizer of other parameters has stepped while averages waited, or any in a run that was resumed.
+        self._others_step = False
+        #: Whether an optimizer of these parameters has stepped, also before a resume whose state was loaded.
+        self.by_own = False
         self._stepped: set[int] = set()  # those that one has stepped with, in the beginning
         self._searched = False
         self._steps_now: weakref.ref[torch.optim.Optimizer] | None = None
@@ -144,36 +189,48 @@ class Waiting(Listener):
         return self._beginning or self._in_turns
 
     @property
-    def in_turns(self) -> bool | None:
-        """Whether averages are thrown away; None if that is not known yet."""
-        return None if self._beginning and not self._in_turns else self._in_turns
-
-    @property
-    def since(self) -> tuple[int, int]:
-        """How many averages there were since one was thrown away, or since the beginning; and how many there were at
-        the most before one was.
-        """
-        return self._since, self._longest
-
-    @property
     def any(self) -> bool:
         """Whether averages wait, as far as they are followed."""
         return bool(self._waiting)
 
-    def restart(self, *, in_turns: bool | None, since: tuple[int, int]) -> None:
+    def rest(self) -> Rest:
+        """Return what a run that resumes from here has to find. It has no gradients, so averages that wait count as
+        thrown away, unless they would count as used when the next backward pass begins. Nothing changes here.
+        """
+        beginning, in_turns, since, longest = self._beginning, self._in_turns, self._since, self._longest
+        used: set[int] = set()
+        if self._waiting:
+            skipped = self._was_skipped() if not in_turns else False
+            used = self._without_optimizer()
+            if not self._owned:
+                beginning &= skipped
+            elif self._waiting - used and not skipped:
+                in_turns, since, longest = True, 0, max(longest, since)
+        known = in_turns or not beginning
+        return Rest(
+            in_turns=in_turns if known else None,
+            since=(since, longest),
+            stepped=frozenset() if known else frozenset(self._names[key] for key in self._stepped & self._names.keys()),
+            by_own=self.by_own,
+            by_any=bool(self._owned) or self._others_step,
+            used=frozenset(self._names[key] for key in used),
+        )
+
+    def restart(self, rest: Rest) -> None:
         """Forget everything: a state was loaded, and no average waits.
 
         Args:
-            in_turns: see :attr:`in_turns`.
-            since: see :attr:`since`.
+            rest: what :meth:`rest` returned.
         """
-        self._since, self._longest = since
-        self._beginning = in_turns is None and not self._off
-        self._in_turns = bool(in_turns) and not self._off
-        self._arrived = self._fresh = self._searched = self._others_step = False
+        self._since, self._longest = rest.since
+        self._beginning = rest.in_turns is None and not self._off
+        self._in_turns = bool(rest.in_turns) and not self._off
+        self._arrived = self._fresh = self._searched = False
+        self._others_step, self.by_own = rest.by_any, rest.by_own
         self._written.clear()
         for some in (self._waiting, self._thrown, self._spoilt, self._owned, self._stepped):
             some.clear()
+        self._stepped.update(key for key, name in self._names.items() if name in rest.stepped)
 
     def is_ours(self, p: Tensor) -> bool:
         """Whether the handle averages this tensor's gradient."""
@@ -247,7 +304,7 @@ class Waiting(Listener):
         """Note that an optimizer has stepped."""
         parameters = list(self.of(optimizer))
         if parameters:
-            self._steps_now = None
+            self._steps_now, self.by_own = None, True
         if self._old != "never":
             self._use_up(parameters)
         fresh, self._fresh = self._fresh, False
@@ -264,7 +321,7 @@ class Waiting(Listener):
         if self._beginning and self._arrived and own:
             self._stepped |= own
             if len(self._stepped) < len(self._ours):
-                self._use_without_owner(set(self._ours))
+                self._use(self._in_none(set(self._ours)))
             if not self._waiting and self._owned <= self._stepped:
                 self._end_beginning()
 
@@ -288,7 +345,10 @@ class Waiting(Listener):
             self._use(own - self._before)
         skipped = self._was_skipped() if not self._in_turns else False
         cleared = self._cleared(first=first)
-        if not self._have_owners(skipped=skipped):
+        self._use(self._without_optimizer())
+        if not self._owned:
+            if self._beginning and not skipped:
+                self._end_beginning()
             return
         thrown = cleared & self._waiting
         self._thrown |= thrown
@@ -297,13 +357,6 @@ class Waiting(Listener):
             self._longest, self._since = max(self._longest, self._since), 0
             if not self._in_turns:
                 self._begin_turns(thrown)
-
-    def saves(self) -> None:
-        """Note that a state is about to be saved, in which no average waits. Those that would count as used when the
-        next backward pass begins do so now, as a run that resumes has to find them.
-        """
-        if self._waiting:
-            self._have_owners(skipped=self._was_skipped() if not self._in_turns else False)
 
     def thrown(self) -> list[str]:
         """Return the names of parameters whose last average was thrown away, each such average once."""
@@ -339,30 +392,23 @@ class Waiting(Listener):
         if not (stepped or self._off or self.keeps or self._waiting) and self._was_skipped():
             self._wait()
 
-    def _have_owners(self, *, skipped: bool) -> bool:
-        """Note that averages were used if their parameters are in no optimizer. Return whether any are in one.
+    def _without_optimizer(self) -> set[int]:
+        """Return the waiting averages that count as used because their parameters are in no optimizer.
 
-        All count as used where no optimizer has stepped yet: training may do without, or a scaler skips its first
-        steps. In a run that resumes, optimizers that have not stepped since count if they took turns before.
-
-        Args:
-            skipped: whether a scaler skips the last step.
+        All do where no optimizer has stepped yet: training may do without, or a scaler skips its first steps. In a run
+        that resumes, optimizers that have not stepped since count if any had stepped before.
         """
+        found: set[int] = set()
         if self._owned or self._others_step or self._in_turns:
-            self._use_without_owner(set(self._waiting))
-        if self._owned:
-            return True
-        self._use(set(self._waiting))
-        if self._beginning and not skipped:
-            self._end_beginning()
-        return False
+            found = self._in_none(self._waiting)
+        return found if self._owned else set(self._waiting)
 
-    def _use_without_owner(self, keys: set[int]) -> None:
-        """Note that averages were used if their parameters are in no optimizer."""
+    def _in_none(self, keys: set[int]) -> set[int]:
+        """Return those of these parameters that are in no optimizer."""
         if not keys <= self._owned and not self._searched:
             self._searched = True
             self._owned.update(id(p) for p in _all_parameters_of_optimizers() if self.is_ours(p))
-        self._use(keys - self._owned)
+        return keys - self._owned
 
     def _use(self, keys: set[int]) -> None:
         """Note that averages were used."""

@@ -97,8 +97,8 @@ class Steps(Listener):
         #: Which averages wait for an optimizer.
         self.waiting = Waiting(handle, list(named), old=old)
         self._state = Turn.USED
-        #: The id of the optimizer that is stepping now; None between two steps; "nobody" before the first.
-        self._stepping: int | Literal["nobody"] | None = "nobody"
+        #: The id of the optimizer that is stepping now; None between two steps.
+        self._stepping: int | None = None
         self._momentum_said = False
         self._set_up_checked = False
         #: How many steps in a row each optimizer has made with gradients that were not averaged.
@@ -108,7 +108,7 @@ class Steps(Listener):
 
     def called(self, *, averaged: bool) -> None:
         """Note that the model was called, and whether the gradients of this call will be averaged."""
-        self.waiting.called(stepped=self._state is not Turn.AVERAGED or self._stepping is not None)
+        self.waiting.called(stepped=self._state is not Turn.AVERAGED or not self._lies_unused)
         if averaged and self._state is Turn.USED:
             self._state = Turn.CALLED
 
@@ -121,10 +121,15 @@ class Steps(Listener):
         """Note that a step's gradients are about to be averaged. Warn if the last average was not used."""
         self.waiting.begins()
         taken_back = self.waiting.keeps and not self.waiting.any
-        if self._state is Turn.AVERAGED and self._stepping is None and not taken_back:
+        if self._state is Turn.AVERAGED and self._lies_unused and not taken_back:
             self._warn()
         self._state = Turn.AVERAGED
         self._local.clear()
+
+    @property
+    def _lies_unused(self) -> bool:
+        """Whether an average has lain unused, if there is one: no optimizer steps, and one has stepped before."""
+        return self._stepping is None and self.waiting.by_own
 
     def _warn(self) -> None:
         handle = self._handle()
