@@ -316,3 +316,12 @@ def test_what_is_stored_in_fewer_bits_is_not_held_in_float32_until_the_step_is_d
     feedback.roll_back("w", x)
     assert any(bool(value.any()) for value in before.values())
     assert not any(bool(value.any()) for value in feedback.state_dict().values())
+
+
+def test_velocities_of_16_bits_from_an_earlier_release_follow_a_rising_loss_scale():
+    dgc = DGC(density=0.1)
+    dgc.load_state_dict({"uncompressed/bias": torch.tensor([40_000.0, -60_000.0], dtype=torch.float16)})
+    for factor in (4.0, 0.25):
+        dgc.scale(factor)
+    (velocity,) = dgc.state_dict().values()
+    assert velocity.tolist() == [40_000, -60_000]

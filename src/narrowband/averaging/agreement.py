@@ -125,6 +125,16 @@ class Agreement:
             # would live until the next garbage collection, and with it the old hooks of DistributedDataParallel.
             del failure
 
+    def everywhere(self, *, holds: bool) -> bool:
+        """Return whether something holds on all ranks. A collective, to be called after :meth:`now` and as that is."""
+        if self._peers.size == 1:
+            return holds
+        mine = torch.tensor([int(holds)], dtype=torch.int64, device=self._device)
+        of_all = torch.empty(self._peers.size, dtype=torch.int64, device=self._device)
+        if (work := all_gather(of_all, mine, self._peers)) is not None:
+            work.wait()
+        return all(of_all.tolist())
+
     def _differences(self, facts: Facts) -> str:
         """Return the differences as text, with global ranks. A collective."""
         of_all: list[Any] = [None] * self._peers.size

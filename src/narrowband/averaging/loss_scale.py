@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["LossScale"]
+__all__ = ["LossScale", "Scaled"]
 
 
 class Scaled(Protocol):
@@ -39,24 +39,28 @@ class LossScale:
         #: The scale of the residuals: that of the last step; 1 before the first step, when there are no residuals.
         self.value = 1.0
 
-    def update(self, states: Iterable[Scaled]) -> bool:
+    def rises(self) -> bool:
+        """Note the scale of this step's gradients. Return whether it is above that of the residuals, so that
+        :meth:`fits` has to be asked before :meth:`update`.
+        """
+        self.now = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # 1 if it is disabled
+        return self.now > self.value
+
+    def fits(self, states: Iterable[Scaled]) -> bool:
+        """Whether this rank's residuals stay in the range of float32 in the unit of this step's gradients."""
+        return not _largest(states) * (self.now / self.value) > torch.finfo(torch.float32).max
+
+    def update(self, states: Iterable[Scaled]) -> None:
         """Multiply residuals by the change of the scale since the last step, which may have been before a resume.
 
-        Returns:
-            False if they would overflow. They then stay as they are, and the step must not count, so that the scaler
-            reduces the scale again.
+        Ranks whose residuals fit must not call this while those of others do not. The step then does not count
+        anywhere, so that the scaler reduces the scale again; and all residuals stay as they are, in one unit.
         """
-        states = list(states)
-        scale = self.now = 1.0 if self.scaler is None else float(self.scaler.get_scale())  # 1 if it is disabled
-        if self.value == scale:
-            return True
-        factor = scale / self.value
-        if factor > 1 and _largest(states) * factor > torch.finfo(torch.float32).max:
-            return False
-        for state in states:
-            state.scale(factor)
-        self.value = scale
-        return True
+        if self.value != self.now:
+            factor = self.now / self.value
+            for state in states:
+                state.scale(factor)
+            self.value = self.now
 
 
 def _largest(states: Iterable[Scaled]) -> float:

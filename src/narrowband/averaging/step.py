@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.agreement import Agreement, Facts
     from narrowband.averaging.controller import Controller
     from narrowband.averaging.layers import Layer, Layers
-    from narrowband.averaging.loss_scale import LossScale
+    from narrowband.averaging.loss_scale import LossScale, Scaled
     from narrowband.codecs import Shape
     from narrowband.collectives import Engine, Job, Peers
 
@@ -185,7 +185,7 @@ class Step:
         self.closed_at = 0.0
         self._closed = False
         self._begun = False
-        self._fits = True  # whether residuals are in range in the unit of this step's gradients
+        self._fits = True  # whether the residuals of all ranks are in range in the unit of this step's gradients
         self._delivered = False
         self._open_jobs = 0
         self._undecided_jobs = 0  # open jobs that may still show that the step must not be committed
@@ -248,22 +248,39 @@ class Step:
         if self._goes_ahead:
             self.findings = Findings(self._layers.parameters.device)  # allocated on the engine's stream
         self._layers.unused.take_back(self._thrown, self._layers.state_of_parameter)
-        self._fits = parts.loss_scale.update([*self._layers.states.values(), self._layers.unused])
+        rises = parts.loss_scale.rises() and self._layers.stateful and self._number > 0  # before, nothing is held
         if parts.rates is not None:
             observer = self._layers.observer
             assert observer is not None
             observer.set_learning_rates(self._layers.parameters.learning_rates(parts.rates, parts.owners))
         facts = {**self._facts, "loss scale": str(parts.loss_scale.now)}
-        if self.compressing and parts.controller.is_due(self._number):
+        due = self.compressing and parts.controller.is_due(self._number)
+        if due or rises:
             parts.agreement.now(facts, parts.advice)
-            if parts.controller.decide(self._number):
-                self._layers.open_pairs(self._peers)
         else:  # no other message of the step is sent before this job has ended
             self._start(parts.agreement.job(facts, parts.advice))
+        self._rescale(rises=rises)
+        if due and parts.controller.decide(self._number):
+            self._layers.open_pairs(self._peers)
         self._stats.sent_bytes += parts.agreement.nbytes
         self._stats.decide_s = time.perf_counter() - begin
         early = any(kind.decided_by_encoding for kind in self._layers.collectives)
         self._flagged = self._layers.stateful and self.compressing and early
+
+    def _rescale(self, *, rises: bool) -> None:
+        """Convert residuals to the unit of this step's gradients, on all ranks or on none: otherwise what all ranks
+        hold alike would be rounded differently, and a state that is saved now would have two loss scales.
+
+        Args:
+            rises: whether the loss scale has risen, so that residuals may overflow.
+        """
+        parts = self._parts
+        held: list[Scaled] = [*self._layers.states.values(), self._layers.unused]
+        if rises:
+            self._fits = parts.agreement.everywhere(holds=parts.loss_scale.fits(held))
+            self._stats.sent_bytes += parts.agreement.nbytes
+        if self._fits:
+            parts.loss_scale.update(held)
 
     def _clip(self, threshold: float) -> None:
         """Clip gradients locally (DGC): each of N ranks clips its part of the average, gradient / N, at threshold / √N.

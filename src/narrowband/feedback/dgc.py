@@ -41,7 +41,7 @@ from narrowband.codecs.base import dims, squared_norm
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms, check_saved
 from narrowband.feedback.kept import Kept, keep_all, read_all
-from narrowband.feedback.velocities import Velocities
+from narrowband.feedback.velocities import Velocities, wide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ _OF_SUMS, _OF_VELOCITIES = 0x6C078965, 0x5D588B65
 
 _FP16_MAX = torch.finfo(torch.float16).max
 
-#: Dtypes that the velocity of an uncompressed parameter may have.
+#: Dtypes that the velocity of an uncompressed parameter may have; earlier releases kept those of 16 bits.
 _UNCOMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -613,7 +613,7 @@ class DGC(Feedback):
         rooms: dict[str, dict[str, Tensor]] = {room: {} for room in _ROOMS}
         for name, value in state.items():
             room, _, key = name.partition("/")
-            dtype = value.dtype if room == "uncompressed" else torch.float32
+            dtype = wide(value.dtype) if room == "uncompressed" else torch.float32
             rooms[room][key] = value.detach().reshape(-1).to(dtype, copy=True, memory_format=torch.contiguous_format)
         self._now, self._before, self._kept, self._uncompressed.of = {}, {}, {}, rooms["uncompressed"]
         for key, now in rooms["now"].items():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Velocities"]
+__all__ = ["Velocities", "wide"]
 
 
 class Velocities:
@@ -49,8 +49,7 @@ class Velocities:
             xs, velocities, sizes = [x for _, x in keyed], [], [x.numel() for _, x in keyed]
             for key, x in keyed:
                 if key not in self.of:
-                    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-                    self.of[key] = torch.zeros(x.numel(), dtype=wide, device=x.device)
+                    self.of[key] = torch.zeros(x.numel(), dtype=wide(dtype), device=x.device)
                 velocities.append(self.of[key])
             # All parameters end to end: a launch for each of them would take longer, and so would a wait for norms.
             used = torch.stack(torch._foreach_norm(xs, math.inf)) != 0
@@ -73,6 +72,11 @@ class Velocities:
             )
             held = self._owners[xs[0].dtype] = sizes, of_each.to(xs[0].device)
         return held[1]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that velocities of gradients of this dtype have: a rising loss scale must not make them inf."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _cut(x: Tensor, dtype: torch.dtype) -> Tensor:
