@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -74,3 +75,10 @@ def test_a_plan_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, m
     assert refused.value.filename == str(path)
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_an_error_that_comes_from_elsewhere_names_no_file(tmp_path):
+    with pytest.raises(ConnectionResetError) as refused, whole(tmp_path / "file.txt"):
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+    assert refused.value.filename is None
+    assert not [*tmp_path.iterdir()]

@@ -13,6 +13,9 @@ from typing import IO
 
 __all__ = ["whole", "write_text"]
 
+#: Errors of a disk. Others may come from what the block does besides, such as from a connection.
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[IO[bytes]]:
@@ -48,7 +51,7 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
         os.replace(temporary, path)
     except BaseException as error:
         os.unlink(temporary)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        if isinstance(error, OSError) and error.errno in _OF_DISKS and error.filename is None:
             error.filename = str(given)  # a disk that is full does not say which file it has no room for
         raise
 

@@ -73,6 +73,7 @@ def test_commands_are_read_in_the_way_that_is_tested(narrow):
 def test_help_breaks_no_line_that_fits(narrow, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "1000")
     _, out, _ = narrow(*name.split(), "--help")
+    assert "(default: )" not in out
     options = re.sub(r"[│╭╮╰╯─]", " ", out).partition(" options  ")[2]
     rows = [row for row in map(str.strip, options.splitlines()) if row.strip("-")]
     assert rows[0].startswith("-h, --help ")

@@ -8,13 +8,13 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from narrowband.cli.exits import CONVENTION, DEBUG, WRONG, finish
 
@@ -125,6 +125,7 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
             _wrapped(kind.__doc__, console.width), "", sep="\n", highlight=False, markup=False, soft_wrap=True
         )
         _join_lines_of_help(kind)
+        _name_empty_defaults(kind)
     command: Callable[..., int] = tyro.cli(kind, prog=f"narrowband {name}", description="", args=options)
     return command(console, behind) if name in _WITH_A_COMMAND else command(console)
 
@@ -140,6 +141,19 @@ def _join_lines_of_help(kind: type) -> None:
     for each in fields(kind):
         if each.name in said:
             each.metadata = MappingProxyType({**each.metadata, "help": said[each.name]})
+
+
+def _name_empty_defaults(kind: type) -> None:
+    """Have tyro write "none" where the default of an option is an empty list, of which it writes nothing."""
+    import tyro
+
+    for each in fields(kind):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if isinstance(default, (tuple, list)) and not default:
+            hint = tyro.conf.arg(help_behavior_hint="(default: none)")
+            kind.__annotations__[each.name] = Annotated[each.type, hint]
+        elif is_dataclass(default) and not isinstance(default, type):
+            _name_empty_defaults(type(default))
 
 
 def _first_word(options: list[str]) -> int | None:
