@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,29 @@ def test_a_set_up_that_waits_for_long_says_for_which_call(way, tmp_path):
     (first, *_), of_late = run_ranks(called_late, 2, way, str(tmp_path))
     assert f"{way} has waited for other ranks for 0.1 s, since all ranks have to call it." in first
     assert of_late == []
+
+
+def never_called(rank, world_size, way, folder):
+    """The error of a rank whose set-up waits for another that never makes that call."""
+    group = dist.new_group(timeout=timedelta(seconds=1.0))
+    seen = Path(folder, "seen")
+    if rank:
+        for _ in range(3000):  # looks, not seconds
+            if seen.exists():
+                break
+            time.sleep(0.01)
+        return None
+    set_up = {
+        "CodedDataParallel": lambda: nb.CodedDataParallel(net(), 1, process_group=group),
+        "compress_gradients": lambda: nb.compress_gradients(net(), GOOD, process_group=group),
+    }[way]
+    found = refusal(set_up)
+    seen.touch()
+    return found
+
+
+@pytest.mark.parametrize("way", ["CodedDataParallel", "compress_gradients"])
+def test_a_set_up_that_waits_in_vain_says_which_call_is_missing(way, tmp_path):
+    (kind, text), _ = run_ranks(never_called, 2, way, str(tmp_path))
+    assert kind == "RuntimeError", text
+    assert text.startswith(f"{way}: other ranks have not answered, but all ranks have to call it.")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from narrowband.collectives import Job
 
-__all__ = ["Agreement", "Facts", "agree_in_all", "agreement_in", "checked_on_all"]
+__all__ = ["Agreement", "Facts", "agree_in_all", "agreement_in", "checked_on_all", "waiting_for_all"]
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Agreement:
             if failure is not None:
                 facts = {"call": facts["call"], "problem": f"{type(failure).__name__}: {failure}"}
             try:
-                with _says_if_it_waits(str(facts["call"])):
+                with waiting_for_all(str(facts["call"])):
                     for transfer in self.job(facts, advice):
                         work = transfer.issue()
                         if work is not None:
@@ -144,8 +144,16 @@ class Agreement:
 
 
 @contextlib.contextmanager
-def _says_if_it_waits(call: str) -> Iterator[None]:
-    """Log, if this takes long, which call other ranks have not made: no error comes before the group's time-out."""
+def waiting_for_all(call: str) -> Iterator[None]:
+    """Log, if this takes long, which call other ranks have not made: no error comes before the group's time-out. And
+    say so in that error.
+
+    Args:
+        call: the function that users called.
+
+    Raises:
+        RuntimeError: the time-out is over, or another rank has ended.
+    """
 
     def say() -> None:
         log.warning(
@@ -160,6 +168,13 @@ def _says_if_it_waits(call: str) -> Iterator[None]:
     timer.start()
     try:
         yield
+    except DisagreementError:
+        raise
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{call}: other ranks have not answered, but all ranks have to call it. One has failed, has ended, or "
+            f"never calls {call} ({error})"
+        ) from error
     finally:
         timer.cancel()
         timer.join()  # no thread is left where this is the last call of a program

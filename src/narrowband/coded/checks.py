@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import batchnorm, instancenorm
 
+from narrowband.averaging.agreement import waiting_for_all
 from narrowband.coded.fixed_point import EXPONENTS
 from narrowband.errors import UnsupportedError
 
@@ -113,7 +114,8 @@ def check_agreement(arguments: dict[str, Any], module: nn.Module, group: dist.Pr
             digest = hashlib.blake2b(value.numpy().data, digest_size=8).hexdigest()
             mine[name] = f"{what}, values {digest}"
     everybody: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, mine, group=group)
+    with waiting_for_all("CodedDataParallel"):
+        dist.all_gather_object(everybody, mine, group=group)
     first = everybody[0]
     for rank, theirs in enumerate(everybody):
         differs = [key for key in {**first, **theirs} if first.get(key, "none") != theirs.get(key, "none")]

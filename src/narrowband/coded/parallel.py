@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from narrowband import kernels
-from narrowband.averaging.agreement import checked_on_all
+from narrowband.averaging.agreement import checked_on_all, waiting_for_all
 from narrowband.averaging.replicas import check_once
 from narrowband.averaging.who import remember_coded, shares_with
 from narrowband.coded.assignment import Assignment, CodedSampler
@@ -427,7 +427,8 @@ def _warm_up(bits: int, device: torch.device, group: dist.ProcessGroup) -> None:
         if turn == (rank == 0):
             with announced(f"coded data parallelism in {bits} bits", say=rank == 0):
                 _use_once(bits, device)
-        dist.barrier(group)
+        with waiting_for_all("CodedDataParallel"):
+            dist.barrier(group)
 
 
 def _use_once(bits: int, device: torch.device) -> None:
