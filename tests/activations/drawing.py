@@ -122,6 +122,10 @@ def rms(h):
     return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
+def rms_of_cast(h):
+    return h * torch.rsqrt(h.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
 def gate(function, a, b):
     return (function(a) * b).repeat(1, 1, 2)
 
@@ -205,6 +209,7 @@ FUNCTIONS = {
     "rms norm, written": lambda h, m: m.norm.weight * rms(h),
     "rms norm, written, shared": lambda h, m: m.last(n := rms(F.silu(h))) + F.gelu(n) * h,
     "rms norm, written in float32": lambda h, m: m.norm.weight * rms(h.to(torch.float32)).to(h.dtype),
+    "rms norm, written of 16 bits": lambda h, m: m.norm.weight * rms_of_cast(h).to(h.dtype),
     "rms norm, written for parts": lambda h, _: rms(h.unflatten(-1, (4, 8))).flatten(2),
     "rms norm, written for heads": lambda h, _: merged(rms(heads(h))),
     "rms norm, of a tensor that is cast": lambda h, m: (rms(h.float()) * (1 + m.norm.weight)).type_as(h) * h,
@@ -242,7 +247,12 @@ FUNCTIONS = {
 
 
 #: Functions that compute in float32 whatever they are given.
-IN_FLOAT32 = ("float32", "rms norm, written in float32", "rms norm, of a tensor that is cast")
+IN_FLOAT32 = (
+    "float32",
+    "rms norm, written in float32",
+    "rms norm, written of 16 bits",
+    "rms norm, of a tensor that is cast",
+)
 
 
 class Between(nn.Module):

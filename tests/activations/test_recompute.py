@@ -229,6 +229,19 @@ class Written(nn.Module):
         return self.weight * h.to(self._dtype).float()
 
 
+class Multiplied(nn.Module):
+    """RMS normalization as T5 writes it: the input itself, in 16 bits, times a factor in float32."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        self.weight, self._dtype = nn.Parameter(torch.ones(32)), dtype
+
+    def forward(self, x):
+        h = x.to(self._dtype)
+        h = h * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-12)
+        return self.weight * h.to(self._dtype).float()
+
+
 @pytest.mark.parametrize(("norm", "node"), [
     (nn.LayerNorm(32, eps=1e-12), "NativeLayerNorm"), (nn.RMSNorm(32, eps=1e-12), "Pow"), (Written(), "Pow"),
 ])  # fmt: skip
@@ -249,11 +262,14 @@ def test_rows_of_all_sizes_come_back_of_a_norm(norm, node):
     assert ((found - model.y).abs() <= 2 * 8 / 255).all()
 
 
+@pytest.mark.parametrize("norm", [Written, Multiplied])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_norm_that_a_model_writes_itself_keeps_one_tensor(dtype):
-    """Its input, the normalized form before and after a cast, and the result: all from codes of the normalized form."""
+def test_a_norm_that_a_model_writes_itself_keeps_one_tensor(dtype, norm):
+    """Its input, before and after a cast, the normalized form, also before and after one, and the result: all from
+    codes of the normalized form.
+    """
     torch.manual_seed(0)
-    model, x, found = Between(uneven(Written(dtype))), tokens(), []
+    model, x, found = Between(uneven(norm(dtype))), tokens(), []
     for bits in ("off", 8):
         model.zero_grad()
         before = kept()
@@ -277,6 +293,33 @@ def test_where_an_input_cannot_be_computed_from_its_normalized_form_its_own_code
     assert saved.by_operator["other"].kept_bytes < 1.2 * model.x.numel()
     restored = saved_by(behind(y, "Pow"), "self")
     torch.testing.assert_close(restored, model.x.detach(), rtol=0, atol=0.02)
+
+
+def test_a_tensor_in_16_bits_is_computed_from_codes_of_its_cast_unless_either_is_changed():
+    """PyTorch saves both where one operator takes the tensor itself, and another one its cast."""
+
+    def function(x):
+        h = x.to(torch.bfloat16)
+        if changed == "before it is cast":
+            h = h.clone().mul_(2)
+        wide = h.float()
+        if changed == "cast":
+            wide = wide.mul_(3)
+        model.wide = wide.square()
+        if changed == "tensor":
+            h.mul_(5)
+        model.h = h.detach().clone()
+        return h.square().float()
+
+    for changed, shared in (("nothing", 1), ("before it is cast", 1), ("cast", 2), ("tensor", 2)):
+        torch.manual_seed(0)
+        model = Between(function)
+        with compress(model, rounding="nearest") as saved:
+            y = model(tokens())
+        assert saved.by_operator["other"].kept_bytes == shared * model.h.numel(), changed
+        found = saved_by(behind(y, "Pow"), "self")
+        assert found.dtype is torch.bfloat16
+        torch.testing.assert_close(found.float(), model.h.float(), rtol=0.01, atol=0.1)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(15, 48), (2, 520), (3, 200)])

@@ -158,12 +158,15 @@ class Normalization:
         return None
 
 
-def before_normalization(n: Payload, rstd: Tensor) -> Derivation:
-    """Return the source of x, for n = x · rstd with one factor per row. The operator that saves ``rstd`` keeps it."""
+def before_normalization(n: Payload, rstd: Tensor, own: torch.dtype) -> Derivation:
+    """Return the source of x, in its own dtype, for n = x · rstd with one factor per row.
+
+    The operator that saves ``rstd`` keeps it.
+    """
     rstd, length = rstd.detach(), n.numel // rstd.numel()
 
     def function(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
-        return _affine(source, sizes, dtype, Affine(rstd.reciprocal(), None, length, by_row=True))
+        return _affine(source, sizes, dtype or own, Affine(rstd.reciprocal(), None, length, by_row=True))
 
     return Derivation(function, n, 0, n.bits)
 

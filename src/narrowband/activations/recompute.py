@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from narrowband.activations.layout import Arrangement
-from narrowband.activations.packed import Exact, Source
+from narrowband.activations.packed import Exact, Payload, Source
 
 __all__ = [
     "DERIVED",
+    "Cast",
     "Derivation",
     "Function",
     "Origin",
@@ -37,7 +38,6 @@ __all__ = [
     "Recipes",
     "Sizes",
     "bound",
-    "cast_to",
     "copy_of",
     "derive_elementwise",
     "formed",
@@ -107,6 +107,11 @@ class Derivation:
         """Compute the result, in memory order."""
         return self._function(self._source, sizes, dtype)
 
+    def cast_codes(self) -> Payload | None:
+        """Return the codes of which this is a cast; None where it is something else."""
+        there = isinstance(self._function, Cast) and isinstance(self._source, Payload)
+        return cast("Payload", self._source) if there else None
+
 
 #: Returns the source of a tensor's values as long as something keeps it, and None afterwards.
 Origin = Callable[[], "Source | None"]
@@ -173,6 +178,9 @@ class Recipes(Protocol):
         ``may_change``: PyTorch's operator does not save the input, so that it may be overwritten before backward.
         """
 
+    def origin_later(self, x: Tensor) -> Origin:
+        """Return where to find the codes of a tensor that has none yet, in case that another operator saves it."""
+
     def derive(self, y: Tensor, recipe: Recipe) -> None:
         """Note how to recompute an operator's result."""
 
@@ -180,14 +188,22 @@ class Recipes(Protocol):
         """Keep y = x · rstd instead of x."""
 
 
-def cast_to(own: torch.dtype) -> Function:
-    """Return the function that casts to a dtype, as autocast does."""
+class Cast:
+    """The function that casts to a dtype, as autocast does.
 
-    def function(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
-        cast = source.decode(sizes, own)
-        return cast if dtype is None else cast.to(dtype)
+    Args:
+        dtype: the dtype to cast to.
+    """
 
-    return function
+    __slots__ = ("_own",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._own = dtype
+
+    def __call__(self, source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
+        """Return the cast values, in the form that :meth:`Source.decode` specifies."""
+        x = source.decode(sizes, self._own)
+        return x if dtype is None else x.to(dtype)
 
 
 def _computed(function: Callable[[Tensor], Tensor]) -> Function:
@@ -313,13 +329,17 @@ def _product(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
     where a model computes it by itself. There the input is computed from the result.
     """
     a, b = bound(args, kwargs, input=None, other=None)
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not y.dtype == a.dtype == b.dtype or "out" in kwargs:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or y.dtype not in (a.dtype, b.dtype) or "out" in kwargs:
         return
     if a.shape != y.shape:
         a, b = b, a
     if a.shape != y.shape:  # an outer product
         return
-    if b.shape == y.shape:
+    if b.shape == (*y.shape[:-1], 1) and y.dtype is b.dtype and a.dtype in _CAST and made_by(b, "RsqrtBackward0"):
+        recipes.normalizes(a, y, b)  # a may be in 16 bits, as in T5
+    elif not y.dtype == a.dtype == b.dtype:
+        return
+    elif b.shape == y.shape:
         # PyTorch saves a factor if the other one has a gradient.
         first, second = (
             recipes.origin(a, may_change=not b.requires_grad),
@@ -335,8 +355,6 @@ def _product(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
         if origin is not None:
             factor = b.detach().clone()
             _derive_whole(recipes, a, y, origin, lambda x: x.mul_(factor), factor)
-    elif b.shape == (*y.shape[:-1], 1) and made_by(b, "RsqrtBackward0"):
-        recipes.normalizes(a, y, b)
 
 
 def _cast(recipes: Recipes, y: Tensor, args: Any, _: Any) -> None:
@@ -344,8 +362,12 @@ def _cast(recipes: Recipes, y: Tensor, args: Any, _: Any) -> None:
     if y.dtype is x.dtype or y.dtype not in _CAST or x.dtype not in _CAST or y.device != x.device:
         return
     origin = recipes.origin(x, may_change=True)
-    if origin is not None and Arrangement.of(x).matches(Arrangement.of(y)):
-        recipes.derive(y, Recipe(cast_to(y.dtype), origin))
+    if not Arrangement.of(x).matches(Arrangement.of(y)):
+        return
+    if origin is not None:
+        recipes.derive(y, Recipe(Cast(y.dtype), origin))
+    elif y.dtype is torch.float32:  # has all of the values of x, of which both may be saved
+        recipes.derive(x, Recipe(Cast(x.dtype), recipes.origin_later(y)))
 
 
 def _both(first: Origin, second: Origin) -> Origin:

@@ -40,7 +40,7 @@ from narrowband.activations.outliers import Outliers, is_masked
 from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, ahead, promised, quantized
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
-from narrowband.activations.recompute import Origin, Original, Recipe, cast_to, original
+from narrowband.activations.recompute import Cast, Origin, Original, Recipe, original
 from narrowband.activations.scores import bits_of_scores
 from narrowband.activations.sites import Site, Sites
 from narrowband.activations.stats import Saved, SavedBytes
@@ -268,26 +268,35 @@ class Recorder:
         recipe = storage.recipe(values)
         return None if recipe is None else recipe.derivation
 
+    def origin_later(self, x: Tensor) -> Origin:
+        """Return where to find the codes of a tensor that has none yet, in case that another operator saves it."""
+        storage, values = self.storages.of(x), values_of(x, Arrangement.of(x))
+        return lambda: storage.payload(values)
+
     def normalizes(self, x: Tensor, y: Tensor, rstd: Tensor) -> None:
         """Keep the normalized form y = x · rstd, with one factor per row, instead of x, if codes of x have been made.
 
         A row of small numbers errs less then, and so does what is computed from ``y``.
         """
-        given = Arrangement.of(x)
-        payload = self.storages.of(x).payload(values_of(x, given))
+        given, storage = Arrangement.of(x), self.storages.of(x)
+        values = values_of(x, given)
+        payload, recipe = storage.payload(values), storage.recipe(values)
+        made = None if payload is not None or recipe is None else recipe.derivation()
+        if made is not None:
+            payload = made.cast_codes()
         if payload is None or payload.instead is not None or not (given.without_gaps and given.is_usual):
             return
         if not ahead(x.device) and not bool(torch.isfinite(rstd.detach().reciprocal()).all()):
             return  # x cannot be computed from y
         operator, module = self.place()
         site = self.sites.of(y, self.call, operator, module, self._counts.get((operator.name, module), 0))
-        made = self._quantized(y, site, site.name + ":normalized", payload.bits, of=x)
-        if made is None:
+        normalized = self._quantized(y, site, site.name + ":normalized", payload.bits, of=x)
+        if normalized is None:
             return
-        self.storages.of(y).has_payload(values_of(y, Arrangement.of(y)), made)
+        self.storages.of(y).has_payload(values_of(y, Arrangement.of(y)), normalized)
         if not self.storages.of(rstd).is_exact:
             self.saved.add(operator.name, module, 0, rstd.nbytes)
-        self.arena.give(payload.replaced(before_normalization(made, rstd)))
+        self.arena.give(payload.replaced(before_normalization(normalized, rstd, payload.dtype)))
 
     def derive(self, y: Tensor, recipe: Recipe) -> None:
         """Note how an operator's result can be recomputed."""
@@ -314,7 +323,7 @@ class Recorder:
                 known = self.storages.of(given).recipe(values_of(given, form))
                 if known is None:
                     return None
-                recipe = Recipe(cast_to(x.dtype), known.derivation)
+                recipe = Recipe(Cast(x.dtype), known.derivation)
                 storage.has_recipe(values, recipe)
                 return recipe
         return None
