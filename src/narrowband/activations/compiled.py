@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from narrowband.activations import graph_attention, graph_codes
+from narrowband.activations import graph_attention, graph_codes, graph_products
 from narrowband.activations.graph_attention import (
     Reruns,
     is_attention,
@@ -36,6 +36,7 @@ from narrowband.activations.graph_attention import (
     same_values,
     scored,
 )
+from narrowband.activations.graph_products import compute_products
 from narrowband.compiler import unseen
 from narrowband.errors import UnsupportedError
 
@@ -114,7 +115,7 @@ def _hook(function: Callable[..., Any], options: dict[str, Any]) -> GraphModule:
 
 @functools.cache
 def _source() -> str:
-    files = __file__, graph_attention.__file__, graph_codes.__file__
+    files = __file__, graph_attention.__file__, graph_codes.__file__, graph_products.__file__
     return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 
 
@@ -175,7 +176,7 @@ class _Unchanged:
 
 
 def _pack(x: Tensor, *, bits: int, min_numel: int, group: int, stochastic: bool) -> Any:
-    saved = _Saved.current()
+    saved = _Saved.current(group)
     if saved is None:
         return _Outside(x)
     if saved.is_unused():
@@ -262,13 +263,18 @@ class _Saved:
         node: the node of the forward graph that computes the tensor.
         forward: the graph that saves the tensor.
         backward: the graph that uses it.
+        group: how many neighbours share a range.
 
     Raises:
         UnsupportedError: the tensor has another name in the backward graph, so that PyTorch does not find it either.
     """
 
-    def __init__(self, node: Node, forward: Graph, backward: Graph) -> None:
+    def __init__(self, node: Node, forward: Graph, backward: Graph, group: int) -> None:
         self._node = node
+        gradients = _gradients.get(backward)
+        if gradients is None:  # before packing adds nodes to the graph, and renames what is saved
+            gradients = _gradients[backward] = _of_gradients(backward)
+            compute_products(forward, backward, gradients, group)
         # Only the state of a random number generator has two names.
         placeholder = next((n for n in backward.find_nodes(op="placeholder") if n.name == node.name), None)
         if placeholder is None:
@@ -282,15 +288,15 @@ class _Saved:
         self._users: list[Node] = []
         #: Nodes with the tensor's values; with its signs; and all that are computed from it without gradients.
         self._names, self._alike, self._derived = {placeholder}, {placeholder}, {placeholder}
-        self._follow(backward)
+        self._follow(gradients)
 
     @classmethod
-    def current(cls) -> _Saved | None:
+    def current(cls, group: int) -> _Saved | None:
         """Return the tensor that AOTAutograd is calling the hook for; None where it is not compiling."""
         from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
         context = _get_saved_tensor_hook_context()
-        return None if context is None else cls(context["_node"], context["_fw_graph"], context["_bw_graph"])
+        return None if context is None else cls(context["_node"], context["_fw_graph"], context["_bw_graph"], group)
 
     def is_unused(self) -> bool:
         """Whether backward does not read the tensor, as the result of attention that runs again."""
@@ -306,8 +312,8 @@ class _Saved:
         """Whether the tensor is a view or cast of a graph input, such as a parameter in the dtype of autocast."""
         return self._origin().op == "placeholder"
 
-    def _follow(self, backward: Graph) -> None:
-        gradients, left = _of_gradients(backward), list(self._names)
+    def _follow(self, gradients: set[str]) -> None:
+        left = list(self._names)
         while left:
             node = left.pop()
             for user in node.users:
@@ -381,20 +387,17 @@ def _memory(node: Node) -> Node:
     return node
 
 
-#: Backward graph → names of its nodes that depend on incoming gradients. Found once, before packing adds nodes to the
-#: graph. A node would keep its graph alive.
+#: Backward graph → names of its nodes that depend on incoming gradients. A node would keep its graph alive.
 _gradients: weakref.WeakKeyDictionary[Graph, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _of_gradients(backward: Graph) -> set[str]:
-    found = _gradients.get(backward)
-    if found is None:
-        found = _gradients[backward] = set()
-        for node in backward.nodes:
-            # PyTorch's own partitioner, too, recognizes incoming gradients by this name.
-            given = node.op == "placeholder" and "tangents" in str(node.target)
-            if given or any(x.name in found for x in node.all_input_nodes):
-                found.add(node.name)
+    found: set[str] = set()
+    for node in backward.nodes:
+        # PyTorch's own partitioner, too, recognizes incoming gradients by this name.
+        given = node.op == "placeholder" and "tangents" in str(node.target)
+        if given or any(x.name in found for x in node.all_input_nodes):
+            found.add(node.name)
     return found
 
 

@@ -29,7 +29,16 @@ import torch
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
-__all__ = ["Reruns", "is_attention", "is_part", "multiplied", "reads_beside", "same_values", "scored"]
+__all__ = [
+    "Reruns",
+    "before_first_use",
+    "is_attention",
+    "is_part",
+    "multiplied",
+    "reads_beside",
+    "same_values",
+    "scored",
+]
 
 #: Arguments that are added to scores, or that a user's function makes scores of: masks, biases, buffers.
 _BESIDE = ("attn_mask", "attn_bias", "bias", "score_mod_other_buffers", "mask_mod_other_buffers")
@@ -218,7 +227,9 @@ class Reruns:
         if any(x.name not in own for view in views for x in view.all_input_nodes if x not in (*views, result)):
             return False
         computed = _named(self._backward, self._known.results[call.name])
-        first = self._move(computed, placeholder)
+        places = {node: place for place, node in enumerate(self._backward.nodes)}
+        first = min(placeholder.users, key=places.__getitem__)
+        before_first_use(self._backward, computed, first)
         made = {result: computed}
         with self._backward.inserting_before(first):
             for view in reversed(views):
@@ -226,20 +237,19 @@ class Reruns:
         placeholder.replace_all_uses_with(computed)
         return True
 
-    def _move(self, computed: Node, placeholder: Node) -> Node:
-        """Compute a node before the first user of a placeholder, and return that user."""
-        places = {node: place for place, node in enumerate(self._backward.nodes)}
-        first = min(placeholder.users, key=places.__getitem__)
-        needed, left = {computed}, [computed]
-        while left:
-            for node in left.pop().all_input_nodes:
-                if places[node] > places[first] and node not in needed:
-                    needed.add(node)
-                    left.append(node)
-        for node in sorted(needed, key=places.__getitem__):
-            if places[node] > places[first]:
-                first.prepend(node)
-        return first
+
+def before_first_use(graph: Graph, computed: Node, first: Node) -> None:
+    """Compute a node, and all that it is computed from, before another node that is to use it."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    needed, left = {computed}, [computed]
+    while left:
+        for node in left.pop().all_input_nodes:
+            if places[node] > places[first] and node not in needed:
+                needed.add(node)
+                left.append(node)
+    for node in sorted(needed, key=places.__getitem__):
+        if places[node] > places[first]:
+            first.prepend(node)
 
 
 def _origin(node: Node) -> Node:
