@@ -64,6 +64,7 @@ class Holds(nn.Module):
         self.frozen = nn.Parameter(torch.randn(32, 32), requires_grad=False)
         self.register_buffer("buffer", torch.randn(32, 32))
         self.constant = torch.randn(32, 32)
+        self.tables, self.named = [torch.randn(32, 32), "first"], {"second": torch.randn(32, 32), "of": 2}
         self.register_buffer("places", torch.randint(32, (32, 32)))
         self.register_buffer("sparse", (torch.randn(32, 32) * (torch.rand(32, 32) < 0.1)).to_sparse())
 
@@ -77,6 +78,7 @@ EXACT = {
     "inputs": (lambda m: m.h * m.x + m.x.t().sinh().t(), {("MulBackward0", "_saved_self")}),
     "buffers": (lambda m: m.h * m.buffer + m.h * m.buffer.t(), set()),
     "constants in attributes": (lambda m: m.h * m.constant + m.h * m.constant.t(), set()),
+    "constants in lists and dictionaries": (lambda m: m.h * m.tables[0] + m.h * m.named["second"], set()),
     "parameters": (lambda m: m.weight.sinh() + m.h, set()),
     "parameters, to a product": (lambda m: m.h @ m.weight.t(), {("MmBackward0", "_saved_self")}),
     "frozen parameters": (lambda m: m.h @ m.frozen, set()),
@@ -103,8 +105,9 @@ def test_it_stays_exact(name):
     assert rest
 
 
-def test_a_constant_in_an_attribute_is_not_counted():
-    model = Holds(lambda m: m.h * m.constant)
+@pytest.mark.parametrize("name", ["constants in attributes", "constants in lists and dictionaries"])
+def test_a_constant_in_an_attribute_is_not_counted(name):
+    model = Holds(EXACT[name][0])
     with compress(model, min_numel=1) as saved:
         model(torch.randn(32, 32))
     assert saved.raw_bytes == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,12 +52,13 @@ class Modules:
         self._heads: dict[str, int | None] = {}
         self._bits: dict[Place, Bits] = {}
         self.casts: set[Any] = set()
-        #: Tensors that are attributes of modules without being registered, such as tables of positions.
+        #: Tensors in attributes of modules, without being registered, such as tables of positions.
         self._constants = [
-            weakref.ref(value)
+            weakref.ref(tensor)
             for module in modules_of(model)
             for value in vars(module).values()
-            if isinstance(value, Tensor) and not value.requires_grad
+            for tensor in _tensors_in(value)
+            if not tensor.requires_grad
         ]
         own = [heads for heads in map(_own_heads, model.modules()) if heads is not None]
         self.default_groups = max(set(own), key=own.count) if own else _GROUPS
@@ -128,6 +129,14 @@ class Modules:
                 around = around.rpartition(".")[0]
             self._heads[name] = found
         return self._heads[name]
+
+
+def _tensors_in(value: Any) -> Iterable[Tensor]:
+    """Return an attribute that is a tensor, or the tensors in one that is a list, tuple or dictionary."""
+    if isinstance(value, Tensor):
+        return (value,)
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [each for each in held if type(each) is Tensor]  # isinstance is slow here, and lists may be long
 
 
 def _own_heads(module: nn.Module) -> int | None:
