@@ -28,6 +28,7 @@ from reproduce import (
     local,
     local_times,
     mesa,
+    mesa_language,
     mesa_memory,
     model_parallel,
     optimizers_page,
@@ -62,7 +63,7 @@ def _experiment(experiment: command.Experiment, record: Mapping[str, Any], path:
 PAGES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     **{
         module.EXPERIMENT.module: functools.partial(_experiment, module.EXPERIMENT)
-        for module in (dgc, lgreco, local, mesa, model_parallel, powersgd, sharded, sparsity, sums)
+        for module in (dgc, lgreco, local, mesa, mesa_language, model_parallel, powersgd, sharded, sparsity, sums)
     },
     "candidates": candidates_page.page,
     "cssgd": cssgd_page.page,
