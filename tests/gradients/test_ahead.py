@@ -20,7 +20,8 @@ from tests.thorough import thorough
 SPECS = [
     "none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.1", "topk:density=0.1+ef",
     "topk:density=0.1,values=int8+ef", "topk:density=0.1,values=int8", "fp16+ef", "powersgd:rank=2+ef",
-    "powersgd:rank=1,iterations=2,ef=false", "dgc:density=0.1", "dgc:density=0.1,nesterov=true,masking=false",
+    "powersgd:rank=1,iterations=2,ef=false", "powersgd:rank=2,halves=1", "powersgd:rank=1,halves=2", "dgc:density=0.1",
+    "dgc:density=0.1,nesterov=true,masking=false",
     "dgc:density=0.1,values=int8,clip=0.1", "dgc:density=0.1,values=fp16,nesterov=true", "dgc:density=0.1,store=int8",
     "dgc:density=0.1,nesterov=true,store=bf16", "uniform:bits=8+ef21", "topk:density=0.1+ef21",
     "topk:density=0.1+ef-mixed", "topk:density=0.1+ef:store=int8", "topk:density=0.1,values=int8+ef:store=bf16",
@@ -100,13 +101,16 @@ def averaged(rank, world_size, spec, ahead):
     return torch.stack(found), residuals(averager), averager.stats().total.skipped, finite
 
 
-@pytest.mark.parametrize("spec", ["qsgd:bits=4", "uniform:bits=2+ef", "topk:density=0.1+ef", "powersgd:rank=2+ef"])
+@pytest.mark.parametrize(
+    "spec",
+    ["qsgd:bits=4", "uniform:bits=2+ef", "topk:density=0.1+ef", "powersgd:rank=2+ef", "powersgd:rank=2,halves=1"],
+)
 def test_a_loop_of_ones_own_is_decided_there_too(spec):
     own, theirs = (run_ranks(averaged, 2, spec, ahead) for ahead in (True, False))
     for (averages, kept, skipped, finite), (expected, its, count, _) in zip(own, theirs, strict=True):
         assert torch.equal(averages, expected)
         assert all(torch.equal(kept[name], its[name]) for name in its)
-        assert skipped == count == int("ef" in spec) or "ef" not in spec
+        assert skipped == count == int("qsgd" not in spec) or "qsgd" in spec
         assert finite == [number != BAD for number in range(5)]
 
 
@@ -182,6 +186,7 @@ def test_what_a_rank_has_of_a_parameter_waits_while_it_has_no_gradient(spec, ave
         ("dgc:density=0.1,nesterov=true", {"warmup_steps": 9}, True),
         *((spec, IN_16, True) for spec in ("none", "qsgd:bits=4", "uniform:bits=4+ef:store=int8")),
         ("powersgd:rank=2", IN_16, True),
+        ("powersgd:rank=2,halves=1", IN_16, True),
         ("topk:density=0.1+ef", {"dtype": torch.float16}, True),
         ("fp16+ef", {"dtype": torch.float16}, True),
         ("uniform:bits=5+ef", {"dtype": torch.float16, **SCATTERED}, True),
@@ -206,7 +211,7 @@ def test_what_the_device_decides_is_what_the_host_would(spec, options, bad):
         assert torch.equal(averages, others)
         assert kept.keys() == its.keys()
         assert all(torch.equal(kept[name], its[name]) for name in kept)
-        if "ef" in spec or "dgc" in spec:  # without feedback nobody asks
+        if "ef" in spec or "dgc" in spec or "powersgd" in spec:  # without feedback nobody asks
             assert skipped == count == int(bad)
         # A step that measures the error asks the host: the first one, if it makes any.
         assert waited == [spec == "none" or "warmup_steps" in options] + [True] * 5
@@ -266,13 +271,7 @@ def test_averages_of_a_damaged_payload_are_nan_and_the_next_step_raises():
         assert "an earlier step was damaged" in said
 
 
-@pytest.mark.parametrize(
-    ("spec", "options"),
-    [
-        ("powersgd:rank=2,halves=1", {}),
-        ("uniform:bits=4+ef:store=cpu", {}),
-    ],
-)
+@pytest.mark.parametrize(("spec", "options"), [("uniform:bits=4+ef:store=cpu", {})])
 def test_where_feedback_has_to_know_the_host_waits(spec, options):
     own, theirs = (run_ranks(trained, 2, spec, ahead, True, options) for ahead in (True, False))
     for (parameters, *_, skipped, waited), (expected, *_, count, _never) in zip(own, theirs, strict=True):

@@ -39,7 +39,7 @@ from narrowband.averaging.warmup import FAILED, warm_up
 from narrowband.codecs import Identity
 from narrowband.collectives import Engine, Loan, Peers, borrow, can_send_from
 from narrowband.errors import DisagreementError, PayloadError, UnsupportedError
-from narrowband.kernels import Findings
+from narrowband.kernels import Findings, Late
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -499,29 +499,21 @@ class _Unread:
 
     def __init__(self, step: StepStats, findings: Findings) -> None:
         self.step = step
-        places, self._event = findings.places, None
-        if places.is_cuda:
-            self._values = torch.empty(places.shape, dtype=places.dtype, device="cpu", pin_memory=True)
-            self._values.copy_(places, non_blocking=True)
-            self._event = torch.cuda.current_stream(places.device).record_event()
-        else:
-            self._values = places.clone()
+        self._late = Late(findings.places)
 
     def has_arrived(self, *, wait: bool) -> bool:
         """Whether the values have arrived on the host."""
-        if wait and self._event is not None:
-            self._event.synchronize()
-        return self._event is None or bool(self._event.query())
+        return wait or self._late.has_arrived()
 
     @property
     def is_bad(self) -> bool:
         """Whether a tensor was not finite on any rank."""
-        return bool(self._values[Findings.ANY])
+        return bool(self._late.values()[Findings.ANY])
 
     @property
     def is_damaged(self) -> bool:
         """Whether a payload was damaged."""
-        return bool(self._values[Findings.DAMAGED])
+        return bool(self._late.values()[Findings.DAMAGED])
 
 
 def _raise_damaged() -> None:

@@ -98,6 +98,8 @@ class FactorReduce(Exchange):
     name: ClassVar[str] = "factor_reduce"
     decided_by_encoding: ClassVar[bool] = True
     asks_late: ClassVar[bool] = True
+    #: Whether also rows that replace others have to be orthonormal to the rest, see :meth:`_begin_with`.
+    all_orthonormal: ClassVar[bool] = False
 
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:
@@ -175,17 +177,15 @@ class FactorReduce(Exchange):
         """Return (n, m, r, turned) of the block that a matrix belongs to."""
         return matrix.n, matrix.m, matrix.r, False
 
-    def _begin_with(self, blocks: Sequence[Block]) -> bool:
+    def _begin_with(self, blocks: Sequence[Block]) -> None:
         """Give blocks the factors that the step starts with, equal on all ranks, with orthonormal rows.
 
         Orthonormal rows keep the rows of P apart. A row that is zero, or linearly dependent on others, would stay so
-        forever: it is replaced by a newly drawn row, which is not orthonormal to the rest. Where the host does not wait
-        to learn of such rows, those that replace them have been drawn before.
-
-        Returns:
-            Whether a row may have been drawn in this call.
+        forever: it is replaced by a newly drawn row, which is not orthonormal to the rest unless
+        :attr:`all_orthonormal`. Where the host does not wait to learn of such rows, those that replace them have been
+        drawn before.
         """
-        state = self._state
+        state, again = self._state, self.all_orthonormal
         into: list[Tensor] = []
         begins: list[Tensor] = []
         spares: list[Tensor] = []
@@ -197,20 +197,22 @@ class FactorReduce(Exchange):
                 if self.findings is not None:
                     spares.append(state.spare(operand.key, r, length, operand.index, rows.device))
         torch._foreach_copy_(into, begins)
-        for block, q in zip(blocks, kernels.orthonormalize_all([block.q for block in blocks], spares), strict=True):
+        qs = kernels.orthonormalize_all([block.q for block in blocks], spares, again=again)
+        for block, q in zip(blocks, qs, strict=True):
             block.q = q
         if self.findings is not None:
-            return True
+            return
         # The host waits once: rows that it draws depend on the step, and spare rows, drawn before, would be others.
         lacking = [~(block.q != 0).any(-1) for block in blocks]
-        drawn = bool(torch.cat([rows.view(-1) for rows in lacking]).any())
-        if drawn:
+        if bool(torch.cat([rows.view(-1) for rows in lacking]).any()):
             for block, missing in zip(blocks, lacking, strict=True):
                 for matrix, rows, which in zip(block.matrices, block.q, missing, strict=True):
                     r, length = rows.shape
                     new = start(length, r, ~matrix.operand.seed(0), rows.device)
                     rows.copy_(torch.where(which[:, None], new, rows))  # rows[which] would wait for each matrix
-        return drawn
+            if again:
+                for block, q in zip(blocks, kernels.orthonormalize_all([block.q for block in blocks]), strict=True):
+                    block.q = q
 
     def _matrix(self, operand: Operand, *, takes_part: bool) -> Matrix:
         state, x = self._state, operand.x
@@ -220,7 +222,8 @@ class FactorReduce(Exchange):
             self._locally_finite &= kernels.all_finite(values.view(-1), below=TOO_LARGE)
             return Matrix(operand, n, m, r, None, values.view(n, m) if r else values, takes_part=takes_part)
         sent = state.sent_factors(operand.key)
-        if not r or not takes_part or (self.findings is not None and sent is not None and sent[0].shape[0] != r):
+        rows = r * max(1, state.halves)  # of the factors that this step sends
+        if not r or not takes_part or (self.findings is not None and sent is not None and sent[0].shape[0] != rows):
             state.residual(operand.key)  # for its side effect: subtracts the factors that the last step sent
         residual = state.matrix(operand.key, *((n, m) if r else (1, x.numel())), x.device)
         matrix = Matrix(operand, n, m, r, residual, residual, takes_part=takes_part)
@@ -357,8 +360,9 @@ class FactorReduce(Exchange):
                 matrices = [matrix for block in some for matrix in block.matrices]
                 values = self._state.block([matrix.operand.key for matrix in matrices])
                 assert values is not None
+                turned = some[0].turned
                 p, q = (torch.cat([getattr(block, name) for block in some]) for name in ("p", "q"))
-                self._blocks.append(Block(matrices, values, p, q))
+                self._blocks.append(Block(matrices, values.mT if turned else values, p, q, turned))
             else:
                 self._blocks += some
 
@@ -428,13 +432,20 @@ class FactorReduce(Exchange):
         if self.findings is None:
             self._keep()
             return
-        restored, former = [_residual(matrix) for matrix in changed], [_before(matrix) for matrix in changed]
+        bad = self.findings.place(Findings.ANY)
+        pairs = [(_residual(matrix), _before(matrix)) for matrix in changed] + self._keep_unless(bad)
+        kernels.restore_all_if(bad, [own for own, _ in pairs], [former for _, former in pairs])
+
+    def _keep_unless(self, bad: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Do as :meth:`_keep`, and return pairs: what the device has to overwrite if ``bad``, one int32, is not zero;
+        and what with.
+        """
+        pairs: list[tuple[Tensor, Tensor]] = []
         for block in self._blocks:
             for matrix, *found in zip(block.matrices, block.p, block.q, strict=True):
-                restored += found
-                former += self._state.before(matrix.operand.key, *found)
+                pairs += zip(found, self._state.before(matrix.operand.key, *found), strict=True)
         self._keep()
-        kernels.restore_all_if(self.findings.place(Findings.ANY), restored, former)
+        return pairs
 
     def _keep(self) -> None:
         """Keep the factors that the next step starts with, and those that it will subtract from its residuals."""

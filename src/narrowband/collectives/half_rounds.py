@@ -35,7 +35,7 @@ from narrowband.collectives.factor_reduce import FactorReduce
 from narrowband.feedback.base import Norms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -66,6 +66,8 @@ class _Found:
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return the factors of all h half rounds: (count, h·r, n) and (count, h·r, m)."""
+        if len(self._left) == 1:
+            return self._left[0], self._right[0]
         return torch.cat(self._left, dim=1), torch.cat(self._right, dim=1)
 
 
@@ -73,6 +75,7 @@ class HalfRounds(FactorReduce):
     """Average matrices by half rounds of power iteration; see the module."""
 
     name: ClassVar[str] = "half_rounds"
+    all_orthonormal: ClassVar[bool] = True  # the average is a projection onto these rows
 
     @staticmethod
     def obstacle(codec: Codec, feedback: State | None) -> str | None:
@@ -84,22 +87,16 @@ class HalfRounds(FactorReduce):
         turned = self._state.starts_left(matrix.operand.key)
         return matrix.n, matrix.m, matrix.r, turned
 
-    def _begin_with(self, blocks: Sequence[Block]) -> bool:
-        """As in the base class; all rows are made orthonormal, because the average is a projection onto them."""
-        drawn = super()._begin_with(blocks)
-        if drawn:
-            for block, q in zip(blocks, kernels.orthonormalize_all([block.q for block in blocks]), strict=True):
-                block.q = q
-        return drawn
-
     def job(self) -> Job:
+        self._merge()
         self._own = [_Found() for _ in self._blocks]
         self._mean = [_Found() for _ in self._blocks]
         for half in range(self._state.halves):
             begin = time.perf_counter()
             if half:
-                for block, own in zip(self._blocks, self._own, strict=True):
-                    self._turn(block, own)
+                commons = kernels.orthonormalize_all([block.p for block in self._blocks])
+                for block, own, common in zip(self._blocks, self._own, commons, strict=True):
+                    self._turn(block, own, common)
             for block, own in zip(self._blocks, self._own, strict=True):
                 own.add(block)
             together, parts = self._together([] if half else self._parts)
@@ -108,19 +105,20 @@ class HalfRounds(FactorReduce):
             self.encode_seconds += time.perf_counter() - begin
             yield self._sum(together, [block.p for block in self._blocks], parts)
             begin = time.perf_counter()
-            self.finite = kernels.all_finite(together)  # the host waits, because ranks stop here if it is not
+            self.finite = self._all_finite(together)
             if not self.finite or not self._blocks:
                 return  # on all ranks alike
+            together[: sum(block.p.numel() for block in self._blocks)].div_(self.peers.size)
             for block, mean in zip(self._blocks, self._mean, strict=True):
-                block.p.div_(self.peers.size)
                 mean.add(block)
             self.encode_seconds += time.perf_counter() - begin
         if self.measure:
             self._measure()
 
-    def _turn(self, block: Block, own: _Found) -> None:
-        """Begin the next half round, on the other side: the averaged factor is now the one that all ranks share."""
-        common = kernels.orthonormalize(block.p)
+    def _turn(self, block: Block, own: _Found, common: Tensor) -> None:
+        """Begin the next half round, on the other side: the averaged factor, made orthonormal (``common``), is now the
+        one that all ranks share.
+        """
         block.turned, block.values = not block.turned, block.values.mT
         product = torch.bmm(common, block.values.mT)
         left, right = own.factors()
@@ -139,11 +137,34 @@ class HalfRounds(FactorReduce):
 
     def _keep(self) -> None:
         self._keep_all([block.p for block in self._blocks])
+        for matrix, left, right in self._sent_factors():
+            self._state.record_sent(matrix.operand.key, left, right)
+
+    def _keep_unless(self, bad: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """See the base class. Which side the next step starts on is for the host to know, so it learns before that step
+        whether this one was bad.
+        """
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for matrix, *found in self._sent_factors():
+            pairs += zip(found, self._state.before(matrix.operand.key, *found), strict=True)
+            self._state.record_sent(matrix.operand.key, *found)
+        kept = [block.p.clone() for block in self._blocks]  # parts of a message, which has other parts
+        self._state.keep_unless(
+            bad,
+            {
+                matrix.operand.key: (rows, self._keeps_left(block))
+                for block, own in zip(self._blocks, kept, strict=True)
+                for matrix, rows in zip(block.matrices, own, strict=True)
+            },
+        )
+        return pairs
+
+    def _sent_factors(self) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
+        """Yield the matrices that have residuals, with the factors that this rank has sent of them."""
         for block, own in zip(self._blocks, self._own, strict=True):
-            left, right = own.factors()
-            for i, matrix in enumerate(block.matrices):
+            for matrix, left, right in zip(block.matrices, *own.factors(), strict=True):
                 if matrix.residual is not None:
-                    self._state.record_sent(matrix.operand.key, left[i], right[i])
+                    yield matrix, left, right
 
     @staticmethod
     def _keeps_left(block: Block) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from narrowband.codecs.lowrank import factors, start
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Layout, State, check_saved
 from narrowband.feedback.ef import ErrorFeedback
+from narrowband.kernels import Late
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,6 +34,20 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec, Shape
 
 __all__ = ["PowerSGD"]
+
+
+class _Sides(NamedTuple):
+    """The factor that a step starts with, on one of two sides."""
+
+    left: Tensor | None
+    right: Tensor | None
+
+
+class _Undecided(NamedTuple):
+    """A step of which the host will learn whether it was bad; and, by key, the factors from before it."""
+
+    bad: Late
+    former: dict[str, _Sides]
 
 
 @dataclass(unsafe_hash=True)
@@ -74,8 +89,12 @@ class PowerSGD(State):
     #: Key → the factor that the next step starts with: the right one (r × m) or, in ``_left``, the left one (r × n).
     _factors: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _left: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Key → rows that take the place of rows of zeros in a factor.
-    _spares: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Steps of which the host does not know yet whether they were good: with what is kept if they were not.
+    _undecided: list[tuple[Late, dict[str, _Sides]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    #: Key and length → rows that take the place of rows of zeros in a factor.
+    _spares: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_keys(self)
@@ -94,7 +113,7 @@ class PowerSGD(State):
 
     @property
     def goes_ahead(self) -> bool:
-        return not self.halves
+        return True
 
     @property
     def goes_ahead_in_16(self) -> bool:
@@ -212,6 +231,7 @@ class PowerSGD(State):
         if residual is None:
             return None
         residual = residual.clone()
+        self._settle()
         del self._places[key]
         self._factors.pop(key, None)
         self._left.pop(key, None)
@@ -250,6 +270,7 @@ class PowerSGD(State):
 
     def starts_left(self, key: str) -> bool:
         """Return whether the factor that the next step starts with is the left one."""
+        self._settle()
         return key in self._left
 
     def factor(self, key: str, r: int, length: int, seed: int, device: torch.device) -> Tensor:
@@ -257,6 +278,7 @@ class PowerSGD(State):
 
         It is the factor of the step before. Where the rank has changed, rows are left out, or new rows are drawn.
         """
+        self._settle()
         before = self._left.get(key, self._factors.get(key)) if self.warm_start else None
         if before is None:
             return start(length, r, seed, device)
@@ -270,9 +292,9 @@ class PowerSGD(State):
         Args:
             index: of the matrix among all tensors of the model.
         """
-        found = self._spares.get(key)
-        if found is None or found.shape != (r, length):
-            found = self._spares[key] = start(length, r, ~index, device)
+        found = self._spares.get((key, length))
+        if found is None or found.shape[0] != r:
+            found = self._spares[key, length] = start(length, r, ~index, device)
         return found
 
     def before(self, key: str, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,9 +312,39 @@ class PowerSGD(State):
     def keep(self, key: str, rows: Tensor, *, left: bool = False) -> None:
         """Keep the factor of a good step, to start the next step with."""
         if self.warm_start:
-            kept, other = (self._left, self._factors) if left else (self._factors, self._left)
-            kept[key] = rows
-            other.pop(key, None)
+            self._keep(key, _Sides(rows, None) if left else _Sides(None, rows))
+
+    def keep_unless(self, bad: Tensor, factors: Mapping[str, tuple[Tensor, bool]]) -> None:
+        """Do :meth:`keep` after a step of which the device alone knows whether it was good.
+
+        The host asks before it next needs a factor, which is in the next step. By then the device has usually finished
+        this step. It has other work to do if the host waits for it, so no time is lost on the device.
+
+        Args:
+            bad: one int32 on the device: not zero if the step was not good. These factors are then forgotten.
+            factors: key → (factor, whether it is the left one).
+        """
+        former = {key: _Sides(self._left.get(key), self._factors.get(key)) for key in factors}
+        self._undecided.append(_Undecided(Late(bad), former))
+        for key, (rows, left) in factors.items():
+            self._keep(key, _Sides(rows, None) if left else _Sides(None, rows))
+
+    def _settle(self) -> None:
+        """Learn whether steps were good, as far as the host does not know, and forget the factors of those that were
+        not.
+        """
+        undecided, self._undecided = self._undecided, []
+        for bad, former in undecided:
+            if any(bad.values()):
+                for key, sides in former.items():
+                    self._keep(key, sides)
+
+    def _keep(self, key: str, sides: _Sides) -> None:
+        for kept, rows in ((self._left, sides.left), (self._factors, sides.right)):
+            if rows is None:
+                kept.pop(key, None)
+            else:
+                kept[key] = rows
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -301,6 +353,7 @@ class PowerSGD(State):
             cast("Tensor", self.residual(key)).mul_(factor)
 
     def state_dict(self) -> dict[str, Tensor]:
+        self._settle()
         residual = {f"residual/{key}": cast("Tensor", self.residual(key)) for key in self._places}
         factors = {"factor": self._factors, "left": self._left}
         return residual | {f"{room}/{key}": rows for room, some in factors.items() for key, rows in some.items()}
@@ -310,7 +363,7 @@ class PowerSGD(State):
         self._sent.clear()
         for block, at in self._places.values():
             block[at].zero_()
-        self._factors, self._left = {}, {}
+        self._factors, self._left, self._undecided = {}, {}, []
         for name, value in state.items():
             room, _, key = name.partition("/")
             values = value.detach().to(torch.float32)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Findings", "holds", "open_place", "refuse_if"]
+__all__ = ["Findings", "Late", "holds", "open_place", "refuse_if"]
 
 _open = threading.local()
 
@@ -89,6 +89,39 @@ class Findings:
             yield
         finally:
             _open.findings = before
+
+
+class Late:
+    """Numbers on their way from a device to the host, which reads them later and meanwhile goes on.
+
+    Args:
+        places: int32 on the device. Later changes of it have no effect.
+
+    Example:
+        >>> late = Late(torch.tensor([0, 1], dtype=torch.int32))
+        >>> late.has_arrived(), late.values()
+        (True, [0, 1])
+    """
+
+    def __init__(self, places: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if places.is_cuda:
+            here = torch.empty(places.shape, dtype=places.dtype, device="cpu", pin_memory=True)
+            here.copy_(places, non_blocking=True)
+            self._event = torch.cuda.current_stream(places.device).record_event()
+        else:
+            here = places.clone()
+        self._numbers = here.numpy()
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`values` returns at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def values(self) -> list[int]:
+        """Return the numbers. Waits until the device has finished what it was given before them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [int(number) for number in self._numbers]
 
 
 def holds(ok: Tensor) -> bool:

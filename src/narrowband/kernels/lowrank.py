@@ -89,7 +89,7 @@ def orthonormalize(p: Tensor) -> Tensor:
     return cast("Tensor", backend_of(p).orthonormalize(p))
 
 
-def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = ()) -> list[Tensor]:
+def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = (), *, again: bool = False) -> list[Tensor]:
     """:func:`orthonormalize` for several tensors, each (count, r, n) of its own, with about as many GPU kernel launches
     as for one.
 
@@ -97,5 +97,6 @@ def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = ()) -> l
         ps: the tensors.
         spares: (r, n) for each matrix of each tensor, in order: its rows take the place of rows that would be zeros.
             They are not orthonormal to the rest.
+        again: whether matrices that got such rows are then made orthonormal once more, so that all rows are.
     """
-    return cast("list[Tensor]", backend_of(ps[0]).orthonormalize_all(ps, spares)) if ps else []
+    return cast("list[Tensor]", backend_of(ps[0]).orthonormalize_all(ps, spares, again=again)) if ps else []

@@ -174,7 +174,7 @@ def main(capability: int, *, every: bool, counting: list[str]) -> None:
     for sent in ((p, q), None):
         cuda.compensate_project_all([x, x], [x, x], [q, q], [p, p], sents=[sent, sent])
     for spares in ((), (torch.randn(4, 1000), torch.randn(4, 1000))):
-        cuda.orthonormalize_all([torch.randn(2, 4, 1000)], spares)
+        cuda.orthonormalize_all([torch.randn(2, 4, 1000)], spares, again=bool(spares))
     y, both = torch.zeros(1 << 20), [out[:4000], torch.zeros(80_000, dtype=torch.uint8)]
     with Findings(y.device).noting(Findings.OWN):  # with candidates and without
         cuda.encode_topk_all([y, y[:20_000]], [100, 18_000], both, residuals=[y, y[:20_000]])

@@ -149,3 +149,26 @@ def test_several_matrices_at_once_are_what_each_is_by_itself() -> None:
                 if spares:
                     one[~(one != 0).any(-1)] = 3.0
                 assert torch.equal(back(rows), one)
+
+
+def test_rows_that_replace_others_are_made_orthonormal_if_asked() -> None:
+    """Those that Cholesky finds to depend on others, those that are found row by row, and more than it has at once. All
+    other matrices keep their bits.
+    """
+    shapes = [(2, 7), (2, 65), (4, 12), (4, 300), (35, 70)]
+    for backend in BACKENDS:
+        blocks = [place(backend, make("normal", 3 * r * n, at).view(3, r, n)) for at, (r, n) in enumerate(shapes)]
+        for block in blocks:
+            block[0, -1] = 0.0
+            block[1, -1] = block[1, 0] * (1 + 1e-7 * block[1, 0].sign())  # too near for Cholesky to tell
+            block[1, -2] = 0.0
+        spares = [place(backend, make("normal", r * n, 7).view(r, n)) for r, n in shapes for _ in range(3)]
+        plain = backend.orthonormalize_all(blocks, spares)
+        found = backend.orthonormalize_all(blocks, spares, again=True)
+        for block, rows, before in zip(blocks, back(found), back(plain), strict=True):
+            products = rows.double() @ rows.double().mT
+            torch.testing.assert_close(
+                products, torch.eye(block.shape[1]).double().expand_as(products), rtol=0, atol=2e-6
+            )
+            assert torch.equal(rows[2], before[2])
+            assert not any(torch.equal(rows[at], before[at]) for at in (0, 1))

@@ -35,7 +35,7 @@ __all__ = [
 #: Rows of Q that one launch multiplies by, and elements of a program's tile of products.
 _RANKS, _TILE = 16, 4096
 #: The most rows that are orthonormalized at once: their products fit in a program's registers. More go one by one.
-_TALLEST = 32
+_TALLEST = tl.constexpr(32)
 #: See ``kernels/cpu/lowrank.py``: a share of this many times its error is known well enough; and the relative error of
 #: a sum of products in float64.
 _CERTAIN, _ROUNDING, _DEPENDENT = tl.constexpr(100.0), tl.constexpr(1e-15), tl.constexpr(DEPENDENT)
@@ -332,21 +332,32 @@ def _combine(
 
 
 @kernel
-def _row_by_row(table, SPARE: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr):
+def _row_by_row(table, SPARE: tl.constexpr, AGAIN: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr):
     """Gram–Schmidt for matrices where Cholesky did not find the shares: subtract from each row its projections on all
-    rows before it, twice. With SPARE, replace rows of zeros.
+    rows before it, twice. With SPARE, replace rows of zeros, and mark such matrices by 2. With AGAIN, take the results
+    of matrices whose rows were replaced, and make these rows orthonormal, too.
 
     One program has a whole matrix; its threads synchronize wherever one writes what another may read.
     """
     own = table + tl.program_id(0).to(tl.int64) * 11
-    if tl.load(tl.load(own + 7).to(tl.pointer_type(tl.int32))) == 0:
-        p = tl.load(own + 1).to(tl.pointer_type(tl.float32))
+    place = tl.load(own + 7).to(tl.pointer_type(tl.int32))
+    mark = tl.load(place)
+    r, n = tl.load(own + 9).to(tl.int32), tl.load(own + 10)
+    rank = tl.arange(0, RANKS)
+    wanted = mark == 2 if AGAIN else mark == 0
+    if AGAIN and RANKS <= _TALLEST:
+        inverse = tl.load(own + 5).to(tl.pointer_type(tl.float64))
+        known = tl.where(mark == 1, r, 0)
+        found = (rank < known)[:, None] & (rank < known)[None, :]
+        weights = tl.load(inverse + rank[:, None] * RANKS + rank[None, :], mask=found, other=1.0)
+        wanted = wanted | (tl.min(tl.max((weights != 0).to(tl.int32), 1), 0) == 0)
+    if wanted:
+        p = tl.load(own + (3 if AGAIN else 1)).to(tl.pointer_type(tl.float32))
         out = tl.load(own + 3).to(tl.pointer_type(tl.float32))
         rows = tl.load(own + 6).to(tl.pointer_type(tl.float64))
         spare = tl.load(own + 8).to(tl.pointer_type(tl.float32))
-        r, n = tl.load(own + 9).to(tl.int32), tl.load(own + 10)
-        rank = tl.arange(0, RANKS)
         begins = rows + rank[:, None] * n
+        lost = mark * 0
         for a in range(r):
             row = rows + a * n
             before = tl.zeros((WIDTH,), tl.float64)
@@ -376,6 +387,7 @@ def _row_by_row(table, SPARE: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.const
                 rest += value * value
             left = tl.sum(rest, 0)
             dependent = left <= tl.sum(before, 0) * _DEPENDENT  # False for NaN
+            lost = tl.where(dependent, 2, lost)
             factor = tl.where(dependent, 0.0, 1.0 / tl.sqrt(tl.where(dependent, 1.0, left)))
             for first in range(0, n, WIDTH):
                 i = first + tl.arange(0, WIDTH)
@@ -387,6 +399,8 @@ def _row_by_row(table, SPARE: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.const
                     other = tl.load(spare + a * n + i, mask=i < n, other=0.0)
                     result = tl.where(dependent, other, result)
                 tl.store(out + a * n + i, result, mask=i < n)
+        if SPARE:
+            tl.store(place, lost, mask=lost > 0)
 
 
 #: Columns of the table of matrices: the memory of p, of the rows after one pass, and of those after two.
@@ -397,7 +411,7 @@ def orthonormalize(p: Tensor) -> Tensor:
     return orthonormalize_all([p])[0]
 
 
-def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = ()) -> list[Tensor]:
+def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = (), *, again: bool = False) -> list[Tensor]:
     """Orthonormalize by Cholesky, always twice; row by row where Cholesky cannot tell how much of a row remains beside
     those before it.
 
@@ -410,16 +424,18 @@ def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = ()) -> l
     for (own, out), spare in zip(rows, spares or [own for own, _ in rows], strict=True):
         alike.setdefault(triton.next_power_of_2(own.shape[0]), []).append((own, out, spare))
     for ranks, some in alike.items():
-        _orthonormalize_alike(ranks, some, replaces=bool(spares))
+        _orthonormalize_alike(ranks, some, replaces=bool(spares), again=again)
     return outs
 
 
-def _orthonormalize_alike(ranks: int, some: Sequence[tuple[Tensor, Tensor, Tensor]], *, replaces: bool) -> None:
+def _orthonormalize_alike(
+    ranks: int, some: Sequence[tuple[Tensor, Tensor, Tensor]], *, replaces: bool, again: bool
+) -> None:
     """Orthonormalize matrices of about the same number of rows, by launches for all of them."""
     tile, device = {"RANKS": ranks, "WIDTH": min(1024, max(16, _TILE // ranks))}, some[0][0].device
     numel, square = sum(p.numel() for p, *_ in some), ranks * ranks
     pieces = [-(-p.shape[1] // tile["WIDTH"]) for p, *_ in some]
-    whole = some[0][0].shape[0] <= _TALLEST
+    whole = some[0][0].shape[0] <= _TALLEST.value
     once = torch.empty(numel, dtype=torch.float32, device=device)
     wide = torch.empty(numel + square * (sum(pieces) + len(some)) * whole, dtype=torch.float64, device=device)
     found = (torch.empty if whole else torch.zeros)(len(some), dtype=torch.int32, device=device)
@@ -435,4 +451,6 @@ def _orthonormalize_alike(ranks: int, some: Sequence[tuple[Tensor, Tensor, Tenso
             segments.run(_gram, GIVEN=given, **tile)
             segments.run_each(_inverse_root, NOTE=given == _P, **tile)
             segments.run(_combine, GIVEN=given, RESULT=result, SPARE=replaces and result == _TWICE, **tile)
-    segments.run_each(_row_by_row, SPARE=replaces, **tile)
+    segments.run_each(_row_by_row, SPARE=replaces, AGAIN=False, **tile)
+    if replaces and again:
+        segments.run_each(_row_by_row, SPARE=False, AGAIN=True, **tile)

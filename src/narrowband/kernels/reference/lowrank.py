@@ -101,9 +101,12 @@ def compensate_project_all(
     return every
 
 
-def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = ()) -> list[Tensor]:
+def orthonormalize_all(ps: Sequence[Tensor], spares: Sequence[Tensor] = (), *, again: bool = False) -> list[Tensor]:
     outs = [lowrank.orthonormalize(p) for p in ps]
     rows = (row for out in outs for row in out)
     for row, spare in zip(rows, spares, strict=bool(spares)):
-        row.copy_(torch.where((row != 0).any(-1, keepdim=True), row, spare))
+        there = (row != 0).any(-1, keepdim=True)
+        row.copy_(torch.where(there, row, spare))
+        if again:
+            row.copy_(torch.where(there.all(), row, lowrank.orthonormalize(row[None])[0]))
     return outs
