@@ -21,11 +21,13 @@ SPECS = [
     "none", "fp16", "qsgd:bits=4", "uniform:bits=4+ef", "sign+ef", "topk:density=0.1", "topk:density=0.1+ef",
     "topk:density=0.1,values=int8+ef", "topk:density=0.1,values=int8", "fp16+ef", "powersgd:rank=2+ef",
     "powersgd:rank=1,iterations=2,ef=false", "powersgd:rank=2,halves=1", "powersgd:rank=1,halves=2", "dgc:density=0.1",
-    "dgc:density=0.1,nesterov=true,masking=false",
-    "dgc:density=0.1,values=int8,clip=0.1", "dgc:density=0.1,values=fp16,nesterov=true", "dgc:density=0.1,store=int8",
+    "dgc:density=0.1,nesterov=true,masking=false", "dgc:density=0.1,values=int8,clip=0.1",
+    "dgc:density=0.1,values=fp16,nesterov=true", "dgc:density=0.1,store=int8",
     "dgc:density=0.1,nesterov=true,store=bf16", "uniform:bits=8+ef21", "topk:density=0.1+ef21",
-    "topk:density=0.1+ef-mixed", "topk:density=0.1+ef:store=int8", "topk:density=0.1,values=int8+ef:store=bf16",
-    "topk:density=0.2+ef:store=bf16,decay=0.9", "uniform:bits=4+ef:store=int8", "qsgd:bits=8+ef:store=bf16",
+    "topk:density=0.1+ef-mixed", "topk:density=0.1,values=int8+ef-mixed:sends=parts",
+    "topk:density=0.1,values=fp16+ef-mixed:store=int8,decay=0.9", "topk:density=0.1+ef:store=int8",
+    "topk:density=0.1,values=int8+ef:store=bf16", "topk:density=0.2+ef:store=bf16,decay=0.9",
+    "uniform:bits=4+ef:store=int8", "qsgd:bits=8+ef:store=bf16",
 ]  # fmt: skip
 BAD = 3
 

@@ -6,6 +6,7 @@ A payload holds the kept values, then their indices (see :mod:`~narrowband.codec
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -336,6 +337,18 @@ class TopK(SelectingCodec):
             return True, list(torch.split(wide, ks))  # finite values arrive finite
         left = _minus_zeros([own.numel() for own in values], values[0].device)  # −0 + x is x, whatever x is
         return _INT8.encode_all(values, heads, seeds=[0] * len(values), residuals=left), left
+
+    def write_all(self, values: Sequence[Tensor], heads: Sequence[Tensor]) -> tuple[bool, list[Tensor]]:
+        """Do as :meth:`round_all`, but return the values as they arrive instead of what rounding has taken."""
+        ks = [own.numel() for own in values]
+        if self.values == "fp16":
+            return True, list(torch.split(self._write_all_halves(torch.cat(list(values)), heads, ks), ks))
+        fits, _ = self.round_all(values, heads)
+        cuts = list(itertools.accumulate((own.numel() for own in heads), initial=0))
+        places = [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
+        arriving = [torch.empty_like(own) for own in values]
+        _INT8.decode_means(torch.cat(list(heads))[None], places, arriving, shapes=ks, seeds=[[0]] * len(ks))
+        return fits, arriving
 
     def _write_all_values(self, values: Sequence[Tensor], heads: Sequence[Tensor]) -> bool:
         """Write values as :meth:`round_all`; return whether they are finite."""

@@ -353,8 +353,7 @@ class ErrorFeedback(Feedback):
         for key, x, seed in zip(keys, xs, seeds, strict=True):
             self._open(key, x, seed)
         if self.store == "fp32":
-            residuals = [self._residuals[key] for key in keys]
-            return codec.encode_all(xs, outs, seeds=seeds, residuals=residuals, decay=self.decay)
+            return self._encode_each(xs, [self._residuals[key] for key in keys], codec, seeds=seeds, outs=outs)
         kepts, least = [self._kept[key] for key in keys], None
         residuals = read_all(kepts)
         if self.store == "int8" and self._keeps_in_one_pass(codec, 1):
@@ -363,10 +362,22 @@ class ErrorFeedback(Feedback):
             ks = [codec.kept(x.numel()) for x in xs]
             finite = kernels.encode_topk_all(xs, ks, outs, residuals=residuals, decay=self.decay, least=least)
         else:
-            finite = codec.encode_all(xs, outs, seeds=seeds, residuals=residuals, decay=self.decay)
+            finite = self._encode_each(xs, residuals, codec, seeds=seeds, outs=outs)
         formers = [self._memory(key, x) for key, x in zip(keys, xs, strict=True)]
         keep_all(kepts, residuals, seeds=[_OF_STORES ^ seed for seed in seeds], formers=formers, least=least)
         return finite
+
+    def _encode_each(
+        self,
+        xs: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        codec: Codec,
+        *,
+        seeds: Sequence[int],
+        outs: Sequence[Tensor],
+    ) -> bool:
+        """Do :meth:`_encode` with ``subtract`` for several tensors; return whether all are finite."""
+        return codec.encode_all(xs, outs, seeds=seeds, residuals=residuals, decay=self.decay)
 
     def residual(self, key: str) -> Tensor | None:
         if self.store == "fp32":

@@ -21,6 +21,12 @@ input gets the larger half. If the residual is all zeros, as in a first step, th
 
 The paper sends activations and their gradients between pipeline stages this way. There, no kind of feedback improved
 training, but EF and EF21 produced models that also work without compression.
+
+On a GPU, a few launches do so for all tensors of a bucket (:func:`narrowband.kernels.encode_mixed_all`), and the host
+waits for nothing, where gradients are float32 and :attr:`TopK.encodes_several` holds. Gradients in 16 bits, and those
+of ``topk`` with ``select=sampled``, ``scope=sample`` or other indices than ``elias-fano``, are encoded one by one. The
+host then waits for each tensor: once to learn whether its residual is all zeros, once for the number of elements that
+both choose, and with a sample some more times.
 """
 
 from __future__ import annotations
@@ -29,15 +35,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs import SelectingCodec
+from narrowband.codecs import SelectingCodec, TopK
 from narrowband.codecs.base import dims
 from narrowband.errors import UnsupportedError
 from narrowband.feedback.ef import ErrorFeedback
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
 
     from narrowband.codecs import Codec, Shape
 
@@ -113,3 +120,31 @@ class MixedFeedback(ErrorFeedback):
         if finite and subtract:
             codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
         return finite, payload
+
+    def encodes_all(self, codec: Codec) -> bool:
+        return isinstance(codec, TopK) and codec.encodes_several and self.goes_ahead
+
+    def _encode_each(
+        self,
+        xs: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        codec: Codec,
+        *,
+        seeds: Sequence[int],
+        outs: Sequence[Tensor],
+    ) -> bool:
+        del seeds  # nothing is sampled
+        assert isinstance(codec, TopK)
+        ks, heads, values = [codec.kept(x.numel()) for x in xs], list[Tensor](), list[Tensor]()
+        if codec.values != "fp32":
+            heads, outs = codec.cut_all(outs, ks)
+            values = [torch.empty(k, dtype=torch.float32, device=xs[0].device) for k in ks]
+        parts = self.sends == "parts"
+        finite, indices = kernels.encode_mixed_all(
+            xs, residuals, ks, outs, decay=self.decay, parts=parts, values=values
+        )
+        if values:
+            fits, arriving = codec.write_all(values, heads)
+            finite &= fits
+            kernels.sparse_accumulate_all(residuals, indices, arriving, -1.0)
+        return finite

@@ -56,6 +56,7 @@ from narrowband.kernels.lowrank import (
     orthonormalize_all,
 )
 from narrowband.kernels.masks import Windows, apply_mask, mask_between, pool_places, pool_positions
+from narrowband.kernels.mixed import encode_mixed_all
 from narrowband.kernels.momentum import encode_momentum_topk_all, forget, momentum_topk, remember_all_if
 from narrowband.kernels.outliers import dwarfed_rows
 from narrowband.kernels.quantized import (
@@ -150,6 +151,7 @@ __all__ = [
     "elias_fano_encode",
     "elias_fano_low_bits",
     "elias_fano_nbytes",
+    "encode_mixed_all",
     "encode_momentum_topk_all",
     "encode_topk",
     "encode_topk_all",

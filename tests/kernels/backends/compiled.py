@@ -181,6 +181,8 @@ def main(capability: int, *, every: bool, counting: list[str]) -> None:
         cuda.encode_topk_all([y, y[:900]], [100, 9], both, residuals=[y, y[:900]], least=y[:2])
         cuda.compensate_select_topk_all([y, y[:900]], [100, 9], both, residuals=[y, y[:900]])
         cuda.sparse_accumulate_all([x, x], [at, at], [x[:1000], x[:1000]])
+        for parts, values in ((False, ()), (True, ()), (False, [y[:100], y[:9]])):
+            cuda.encode_mixed_all([y, y[:900]], [y, y[:900]], [100, 9], both, parts=parts, values=values)
         several = [y, y[:20_000]]
         for nesterov in (False, True):
             for ks in ([100, 18_000], [100]):

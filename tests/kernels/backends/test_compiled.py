@@ -61,7 +61,7 @@ def test_every_loop_compiles_for_a_gpu_rounds_every_operation_and_needs_little_s
     assert families == files - without
     for family in families:  # all of its loops
         source = inspect.getsource(importlib.import_module(f"narrowband.kernels.cuda.{family}"))
-        pattern = r"\b(?:run|_below|\w+\.run(?:_each)?|Launch)\(\s*(_\w+),"
+        pattern = r"\b(?:run|_below|\w+\.run(?:_each|_rows)?|Launch)\(\s*(_\w+)[,)]"
         own = {f"{family}.{name}" for name in re.findall(pattern, source)}
         assert own == {loop.partition(" ")[0] for loop in found if loop.startswith(family)}
 

@@ -360,3 +360,50 @@ def test_a_momentum_step_that_is_not_finite_is_noted_and_can_be_undone(looking, 
     assert all(torch.equal(x, y) for x, y in zip(nows, held, strict=True))
     xs = place(looking, several(broken)[0])
     assert not looking.encode_momentum_topk_all(xs, nows, befores, ks, outs, momentum=0.9)[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "parts", "apart", "broken"),
+    [
+        ("looking", False, False, 0.0),
+        ("looking", True, True, 0.0),
+        *thorough(("triton_", True, False, torch.nan), ("triton_", False, True, torch.inf)),
+    ],
+)
+def test_halves_that_x_and_the_residual_choose_of_several_tensors(request, backend, parts, apart, broken, monkeypatch):
+    """Bytes, and what is left, are those of one tensor after the other, of which programs merge small pieces. Both may
+    choose the same, a residual may be all zeros, and all of a tensor may be wanted.
+    """
+    from narrowband.kernels.cuda import mixed
+
+    one = request.getfixturevalue(backend)
+    for name, number in {"_SHARE": 2048, "_PIECE": 64, "_PART": 64, "BLOCK": 1024}.items():
+        monkeypatch.setattr(mixed, name, number)
+    xs, residuals, ks, outs = several(broken)
+    xs += [make("normal", n, at) for at, n in enumerate((N, 40, 1000, 2, 700))]
+    residuals += [xs[-5] * 0.5, torch.zeros(40), torch.zeros(1000), torch.tensor([-0.0, 0.0]), make("normal", 700, 3)]
+    residuals[-1][:-5] = 0.0  # fewer elements than it chooses
+    ks += [200, 9, 120, 1, 700]
+    outs += [torch.full((4 * (k - (-kernels.elias_fano_nbytes(k, x.numel()) // 4)),), 0xAA, dtype=torch.uint8)
+             for x, k in zip(xs[-5:], ks[-5:], strict=True)]  # fmt: skip
+    if apart:
+        outs = [out[4 * k :] for out, k in zip(outs, ks, strict=True)]
+    outcomes = []
+    for kind in (one, reference):
+        own, lacks, into = (place(kind, part) for part in (xs, residuals, outs))
+        values = place(kind, [torch.full((k,), 7.0) for k in ks if apart])
+        finite, at = kind.encode_mixed_all(own, lacks, ks, into, decay=0.9, parts=parts, values=values)
+        outcomes.append(back([finite, at, own, lacks, into, values]))
+    assert outcomes[0][0] is (broken == 0.0)
+    assert_same(*outcomes)
+    counts = [int((indices[1:] != indices[:-1]).sum()) + 1 for indices in outcomes[0][1]]
+    assert counts[0] < ks[0] or counts[5] < ks[5], "some are chosen by both"
+    assert counts[6:9] == ks[6:9], "x chooses all where the residual is zero"
+
+
+def test_halves_of_a_tensor_that_is_not_finite_are_noted(looking):
+    xs, residuals, ks, outs = (place(looking, part) for part in several(torch.inf))
+    findings = kernels.Findings(xs[0].device)
+    with findings.noting(kernels.Findings.OWN):
+        assert looking.encode_mixed_all(xs, residuals, ks, outs)[0]
+    assert findings.places.tolist() == [1, 0, 0]

@@ -27,6 +27,7 @@ from narrowband.kernels.cuda.tables import (
     COLUMNS,
     CUT,
     DIGITS,
+    FLAG,
     GONE,
     KNOWN_AT,
     LARGEST,
@@ -34,6 +35,7 @@ from narrowband.kernels.cuda.tables import (
     LOW_BITS,
     NUMBERS,
     OLDER,
+    OTHERWISE,
     OUT,
     ROW_NOTES,
     SCRATCH,
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Chosen",
     "choose",
+    "choose_all",
     "choose_sampled",
     "encode_all",
     "randomk_indices",
@@ -347,6 +350,16 @@ def _short(
 
 
 @selection_loop
+def _settle(table):
+    """Write into a tensor's row of the table how many elements are selected, where that depends on a flag."""
+    own = table + tl.program_id(0).to(tl.int64) * COLUMNS
+    flag = tl.load(own + FLAG)
+    if flag != 0:
+        zero = tl.load(flag.to(tl.pointer_type(tl.int32))) == 0
+        tl.store(own + K, tl.load(own + OTHERWISE), mask=zero)
+
+
+@selection_loop
 def _random(out, n, k, folded, WIDTH: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     tl.store(out + i, stratum(i, n, k, folded).to(tl.int32), mask=i < k)
@@ -423,6 +436,8 @@ def _select(
         work = Work(own, their, rows, margins=margins, alone=alone)
         work.aim(into, tops[begin:])
         begin += len(some)
+        if any(target.flag for target in into):
+            work.run_rows(_settle)
         if alone:
             _select_short(work, writing, note)
         else:
@@ -437,6 +452,11 @@ def choose(source: Source, k: int, rows: int = 1) -> Chosen:
     target = Target.room_for(rows * k, source.a)
     tops = _select([source], [k], [target], Writing(), rows)
     return Chosen(target.out, target.values, tops)
+
+
+def choose_all(sources: Sequence[Source], ks: Sequence[int], targets: Sequence[Target]) -> None:
+    """Do as :func:`choose` for several tensors with the same formula, and write each selection to its target."""
+    _select(sources, ks, targets, Writing())
 
 
 def encode_all(

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "COLUMNS", "COUNTS", "CUT", "DIGITS", "GONE", "GROUPS", "KNOWN_AT", "LARGEST", "LEAST", "LOW_BITS", "NUMBERS",
-    "NUMBER_FOUND", "NUMBER_OF_TILES", "OLDER", "OUT", "RANK", "ROOM", "ROW_NOTES", "SCRATCH", "SHARED_BY", "SHARES",
-    "SUM", "THRESHOLD", "TILE", "TILES", "TOPS", "VALUES_OUT", "WHOLE", "WORDS", "Chosen", "K", "Target", "Work",
-    "Writing", "amount", "areas", "find_known", "load_array", "load_number", "load_source", "selection_loop",
+    "COLUMNS", "COUNTS", "CUT", "DIGITS", "FLAG", "GONE", "GROUPS", "KNOWN_AT", "LARGEST", "LEAST", "LOW_BITS",
+    "NUMBERS", "NUMBER_FOUND", "NUMBER_OF_TILES", "OLDER", "OTHERWISE", "OUT", "RANK", "ROOM", "ROW_NOTES",
+    "SCRATCH", "SHARED_BY", "SHARES", "SUM", "THRESHOLD", "TILE", "TILES", "TOPS", "VALUES_OUT", "WHOLE", "WORDS",
+    "Chosen", "K", "Target", "Work", "Writing", "amount", "areas", "find_known", "load_array", "load_number",
+    "load_source", "selection_loop",
 ]  # fmt: skip
 
 #: About the most programs for a long tensor: if it has more tiles, each program takes several, one by one.
@@ -65,7 +66,9 @@ LOW_BITS, CUT, WORDS = (tl.constexpr(at) for at in range(20, 23))
 GONE = tl.constexpr(23)
 #: Where the least selected magnitude is written.
 LEAST = tl.constexpr(24)
-COLUMNS = tl.constexpr(25)
+#: A flag, or none; and how many elements are selected instead if that is zero.
+FLAG, OTHERWISE = (tl.constexpr(at) for at in (25, 26))
+COLUMNS = tl.constexpr(27)
 
 _AHEAD = tl.constexpr(AHEAD)
 
@@ -220,6 +223,8 @@ class Target(NamedTuple):
         skipped: words at the beginning of ``out`` that are not indices.
         gone: a list of indices, and of what is forgotten.
         least: the address for the least magnitude.
+        flag: the address of an int32. If that is zero, ``otherwise`` elements are selected, for which there is room.
+        otherwise: see ``flag``.
     """
 
     out: Tensor
@@ -229,6 +234,8 @@ class Target(NamedTuple):
     skipped: int = 0
     gone: Tensor | None = None
     least: int = 0
+    flag: int = 0
+    otherwise: int = 0
 
     @classmethod
     def room_for(cls, number: int, on: Tensor) -> Target:
@@ -321,12 +328,13 @@ class Work:
         for at, (source, shared, groups) in enumerate(zip(self.sources, self._shared, self.groups, strict=True)):
             rank, room = self.margins[at]
             arrays = (own.data_ptr() for own in (source.a, source.b, source.c, source.total))
-            out, form = (0, 0), (0, 0, 0, 0, 0)
+            out, form = (0, 0), (0,) * 7
             if targets:
                 into = targets[at]
                 out = into.out.data_ptr() + 4 * into.skipped, into.values.data_ptr()
                 gone = 0 if into.gone is None else into.gone.data_ptr()
-                form = into.low_bits, into.cut, into.out.numel() // 4 - into.skipped, gone, into.least
+                words = into.out.numel() // 4 - into.skipped
+                form = into.low_bits, into.cut, words, gone, into.least, into.flag, into.otherwise
             self._segments.add(
                 (shared.programs, groups.tiles, groups.sets, 0 if room else shared.programs),
                 *arrays, scratch, numbers, top, *out, shared.width, self._ks[at], shared.sharers, rank, room,
@@ -359,6 +367,10 @@ class Work:
         """Launch a loop with a program for each tensor."""
         f, g = self.sources[0].f, self.sources[0].g
         self._segments.run_each(loop, f, g, KIND=self.kind, ALIGNED=self._aligned, **form)
+
+    def run_rows(self, loop: Any) -> None:
+        """Launch a loop with a program for each tensor, which takes nothing but the tensor's row of the table."""
+        self._segments.run_each(loop)
 
     def run(self, loop: Any, *arguments: Any, grid: int = SHARES, **form: Any) -> None:
         """Launch a loop in one of the grids."""
