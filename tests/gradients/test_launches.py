@@ -192,6 +192,14 @@ def test_inside_of_nodes_nobody_waits_for_the_device():
     assert found["waits"] == 1  # for nodes to compare what they do
 
 
+def test_payloads_as_long_as_the_data_asks_make_the_host_wait_twice_for_each_tensor():
+    """For how many elements of each of 50 reach the threshold, and for how many have arrived; once for what is not
+    finite in each of 13 buckets; and for the sizes of a message, its flag, and two vectors of small parameters.
+    """
+    (found,) = run_ranks(counted, 1, "threshold:value=0.001+ef", fresh=True)
+    assert found["waits"] <= 2 * 50 + 13 + 4, found
+
+
 def test_sums_of_owners_make_the_host_wait_once_for_each_bucket_and_some_times_for_each_message():
     """For what is not finite in each of 13 buckets; and in each of two messages, for how much owners get, and of whom,
     for what arrived, and for how much of this rank's was delivered.

@@ -501,6 +501,9 @@ class Threshold(Codec):
     """Every element of at least a given magnitude, in float32 (Sahu et al., arXiv 2108.00951). Use with ``+ef``.
 
     How many there are depends on the data, so ``payload_nbytes`` is the capacity: the size of the longest payload.
+    Messages are as long as their payloads, so on a GPU the host has to wait for these sizes: once for each tensor that
+    it encodes, once for each message to learn the sizes of other ranks, and to decode, once for the numbers of elements
+    that ranks have sent of a tensor and once for each payload's indices. Use ``topk`` where that takes too long.
 
     Args:
         value: the smallest magnitude that is kept.
@@ -535,19 +538,47 @@ class Threshold(Codec):
         prefix of ``out``.
         """
         self._check_dtype(x)
-        n = check_numel(x.numel())
+        self._check_room(x.numel(), out)
+        flat = flattened(x)
+        at = kernels.select_threshold(flat, self.value)
+        return self._pack(at, flat[at], flat, out)
+
+    def _check_room(self, numel: int, out: Tensor | None) -> None:
+        """Raise TypeError or ValueError unless ``out`` can hold the longest payload."""
+        n = check_numel(numel)
         if out is not None and (out.dtype != torch.uint8 or out.dim() != 1):
             raise TypeError(f"out must be flat uint8, not {out.dtype} of shape {tuple(out.shape)}")
         if out is not None and out.numel() < self.payload_nbytes(n):
             raise ValueError(f"out has {out.numel()} bytes; {self} may need {self.payload_nbytes(n)} for {n} elements")
+
+    def encode_compensated(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        *,
+        shape: Shape,
+        seed: int = 0,
+        out: Tensor | None = None,
+        decay: float = 1.0,
+        subtract: bool = False,
+    ) -> tuple[bool, Tensor]:
+        self._check_room(x.numel(), out)
+        finite = kernels.compensate(x, residual, decay=decay)
+        at = kernels.select_threshold(residual, self.value)
+        values = residual[at]
+        payload = self._pack(at, values, residual, out)
+        if finite and subtract:
+            kernels.sparse_accumulate(residual, at, values, -1.0)
+        return finite, payload
+
+    def _pack(self, at: Tensor, values: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+        """Return the payload of these elements of ``x``; it is a prefix of ``out`` if that is given."""
+        k, n = at.numel(), x.numel()
         if not n:
             return torch.empty(0, dtype=torch.uint8, device=x.device)
-        flat = flattened(x)
-        at = kernels.select_threshold(flat, self.value)
-        k = at.numel()
         payload = torch.empty(self._nbytes_kept(k, n), dtype=torch.uint8, device=x.device)
         payload[:4].view(torch.int32)[0] = k
-        payload[4 : 4 + 4 * k].view(torch.float32).copy_(flat[at])
+        payload[4 : 4 + 4 * k].view(torch.float32).copy_(values)
         write_indices(at, n, "elias-fano", payload[4 + 4 * k :])
         if out is None:
             return payload
@@ -558,39 +589,49 @@ class Threshold(Codec):
         return True
 
     def elements(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        return self._read(self._checked(payload, shape, torch.float32), numel_of(shape))
+        return self._read([self._checked(payload, shape, torch.float32)], numel_of(shape))[0]
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         raise AssertionError("encode() is overridden as a whole")  # pragma: no cover
 
-    def _count(self, payload: Tensor) -> int:
-        return int(payload[:4].clone().view(torch.int32).item())
+    def _counts(self, payloads: Sequence[Tensor], n: int) -> list[int]:
+        """Return how many elements each payload holds, for which the host waits once.
+
+        Raises:
+            PayloadError: a payload has another size than that number says.
+        """
+        counts: list[int] = torch.stack([own[:4] for own in payloads]).view(torch.int32).view(-1).tolist()
+        for count, own in zip(counts, payloads, strict=True):
+            if not 0 <= count <= n or own.numel() != self._nbytes_kept(count, n):
+                raise PayloadError(f"a payload of {self} with {count} of {n} elements cannot have {own.numel()} bytes")
+        return counts
 
     def _check_length(self, payload: Tensor, shape: Shape, dtype: torch.dtype) -> None:
+        """Refuse what no payload can be. Whether it has its own size is seen where its number of elements is read."""
         n, size = numel_of(shape), payload.numel()
-        count = self._count(payload) if n and size >= 4 else 0
-        expected = (self._nbytes_kept(count, n) if 0 <= count <= n else -1) if n else 0
-        if size != expected:
-            raise PayloadError(f"a payload of {self} with {count} of {n} elements cannot have {size} bytes")
+        if size < self._nbytes_kept(0, n) if n else size:
+            raise PayloadError(f"a payload of {self} with {n} elements cannot have {size} bytes")
 
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
-        return kernels.all_finite(payload[4 : 4 + 4 * self._count(payload)].view(torch.float32))
+        (count,) = self._counts([payload], numel_of(shape))
+        return kernels.all_finite(payload[4 : 4 + 4 * count].view(torch.float32))
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
-        _scatter(out, *self._read(payload, out.numel()), weight, accumulate)
+        _scatter(out, *self._read([payload], out.numel())[0], weight, accumulate)
 
     def _decode_mean(
         self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
     ) -> None:
-        kernels.sparse_sum(out, [self._read(p, out.numel()) for p in payloads], 1.0 / len(seeds))
+        kernels.sparse_sum(out, self._read(list(payloads), out.numel()), 1.0 / len(seeds))
 
-    def _read(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Return the indices and the values that a payload holds."""
-        k = self._count(payload)
-        at = read_indices(payload[4 + 4 * k :], k, n, "elias-fano")
-        return at, payload[4 : 4 + 4 * k].view(torch.float32)
+    def _read(self, payloads: Sequence[Tensor], n: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the indices and the values that each payload holds."""
+        return [
+            (read_indices(own[4 + 4 * k :], k, n, "elias-fano"), own[4 : 4 + 4 * k].view(torch.float32))
+            for k, own in zip(self._counts(payloads, n), payloads, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ selection does not wait for the device.
 from __future__ import annotations
 
 import itertools
+import struct
 from typing import TYPE_CHECKING
 
 import torch
@@ -560,7 +561,7 @@ def select_topk_rows(x: Tensor, k: int) -> Tensor:
 
 
 def select_threshold(x: Tensor, value: float) -> Tensor:
-    n, level = x.numel(), int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
+    n, (level,) = x.numel(), struct.unpack("<i", struct.pack("<f", value))
     if not n:
         return torch.empty(0, dtype=torch.int32, device=x.device)
     return _reaching(Source.plain(x), x, level, n, given=True).indices
