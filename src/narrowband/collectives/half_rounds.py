@@ -20,6 +20,10 @@ as a round, and lose less, because the first one contributes to the average inst
 This implementation does not change M within a step. Instead it subtracts from each later product what the earlier
 factors hold of M, which takes r × r more numbers, and no pass over the matrix. A residual loses the product of the
 rank's own factors, not of the averaged ones, so it does not grow with the differences between ranks.
+
+Where the device decides whether a step is good, it restores residuals and sent factors after a bad one. Which side a
+step starts on is for the host to know, so it learns before each step whether the step before was good
+(:meth:`narrowband.feedback.PowerSGD.keep_unless`).
 """
 
 from __future__ import annotations
