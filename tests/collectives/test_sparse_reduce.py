@@ -98,7 +98,8 @@ def to_owners(size, elements):
     """By owner, of the elements of one rank (index → value), those that find room."""
     at = torch.tensor(sorted(elements), dtype=torch.int32)
     local, values = torch.empty(size, len(at), dtype=torch.int32), torch.empty(size, len(at))
-    kernels.split_shares(at, torch.ones(len(at)), local, values, n=96 * 50, turn=0)
+    tensor = kernels.Shared(96 * 50, 0, slice(0, len(at)), 0)
+    kernels.split_shares_all([tensor], [at], [torch.ones(len(at))], local, values)
     whole = kernels.from_share(local, turn=0)
     room = -(-len(at) // size) + math.isqrt(len(at) // size) + 1
     rows = (own[there.bool()].tolist() for own, there in zip(whole, values, strict=True))

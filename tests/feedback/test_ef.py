@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 
 import narrowband as nb
+from narrowband import kernels
 from narrowband.codecs.base import squared_norm
 from narrowband.feedback import ErrorFeedback
+from narrowband.feedback.arrivals import Arrivals
+from narrowband.kernels import Shared
 from tests.codecs.common import SPECS, backend, bits_of, seeds, tensors
 
 MOST = torch.finfo(torch.float32).max
@@ -486,7 +489,10 @@ def test_what_has_waited_leaves_room_for_averages_in_float16(method, arrived):
     assert sent.abs().max() > 65_000
     if arrived:
         at, values = (part[::2] for part in codec.elements(payload, (100,)))
-        feedback.commit_arrived("w", x, at, values)
+        local, room = torch.empty(1, 20, dtype=torch.int32), torch.empty(1, 20)
+        tensor = Shared(100, 0, slice(0, 20), 0)
+        kernels.split_shares_all([tensor], [at], [values], local, room)
+        feedback.commit_arrived(["w"], [x], Arrivals([tensor], local, room))
         sent = torch.zeros(100).index_add_(0, at, values)
     else:
         feedback.commit("w", x, codec, payload, shape=(100,), seed=0)

@@ -37,6 +37,9 @@ NODES = {"nodes": 2}
 #: Averages are encoded, too.
 SCATTERED = {"collective": "scatter_reduce"}
 
+#: Owners add up what they get, and deliver the largest sums.
+SUMMED = {"collective": "sparse_reduce"}
+
 IN_16 = {"dtype": torch.bfloat16}
 
 LAYERS = "0.weight", "3.weight"
@@ -198,6 +201,11 @@ def test_what_a_rank_has_of_a_parameter_waits_while_it_has_no_gradient(spec, ave
         ("uniform:bits=4+ef:decay=0.9", SCATTERED, True),
         ("sign+ef", SCATTERED, True),
         ("fp16+ef", SCATTERED, True),
+        ("topk:density=0.1+ef", SUMMED, True),
+        ("topk:density=0.1+ef:store=int8", SUMMED, True),
+        ("topk:density=0.1+ef:store=bf16,decay=0.9", {**SUMMED, **IN_16}, True),
+        ("topk:density=0.1+ef", {"dtype": torch.float16, **SUMMED}, True),
+        *thorough(("topk:density=0.1+ef", SUMMED, False), ("topk:density=0.1+ef:store=bf16", SUMMED, True)),
         *thorough(("dgc:density=0.1", {"warmup_steps": 9}, True)),
         *thorough(*((spec, {}, False) for spec in SPECS if spec != "topk:density=0.1+ef")),
         *thorough(("topk:density=0.1+ef", {"small": "fp16"}, False)),
@@ -273,7 +281,14 @@ def test_averages_of_a_damaged_payload_are_nan_and_the_next_step_raises():
         assert "an earlier step was damaged" in said
 
 
-@pytest.mark.parametrize(("spec", "options"), [("uniform:bits=4+ef:store=cpu", {})])
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("uniform:bits=4+ef:store=cpu", {}),
+        ("dgc:density=0.1", SUMMED),
+        ("topk:density=0.1,select=sampled+ef", SUMMED),
+    ],
+)
 def test_where_feedback_has_to_know_the_host_waits(spec, options):
     own, theirs = (run_ranks(trained, 2, spec, ahead, True, options) for ahead in (True, False))
     for (parameters, *_, skipped, waited), (expected, *_, count, _never) in zip(own, theirs, strict=True):

@@ -170,7 +170,13 @@ class Layers:
         if dtypes - {torch.float32} and not all(state.goes_ahead_in_16 for state in self.states.values()):
             return False
         known = dtypes <= {torch.float32, torch.float16, torch.bfloat16}
-        return known and all(self.collective_for(kind).goes_ahead(kind.codec) for kind in kinds)
+        return known and all(self._decides_late(kind) for kind in kinds)
+
+    def _decides_late(self, kind: Compression) -> bool:
+        """Return whether layers with this codec and feedback can be sent before the host knows what is finite."""
+        own, feedback = self.collective_for(kind), kind.feedback
+        arrives = own.delivers_all or (feedback is not None and feedback.commits_arrivals_ahead)
+        return arrives and own.goes_ahead(kind.codec)
 
     @property
     def states(self) -> dict[str, State]:

@@ -10,7 +10,7 @@ import torch
 from narrowband import kernels
 from narrowband.codecs import TopK
 from narrowband.collectives import Operand, Peers, collective
-from narrowband.feedback import Feedback, compression
+from narrowband.feedback import ErrorFeedback, Feedback, compression
 from narrowband.kernels.compiling import announced
 
 if TYPE_CHECKING:
@@ -121,13 +121,17 @@ def use_all(specs: Iterable[str | Compression], device: torch.device) -> None:
 
 
 def use_shares(device: torch.device) -> None:
-    """Run the loops of ``sparse_reduce``, which sends elements to their owners."""
-    operand = Operand("", torch.randn(4096, dtype=torch.float32, device=device), (64, 64), TopK(0.1), None, lambda _: 0)
-    exchange = collective("sparse_reduce")([operand], Peers(None, 0, 1), measure=False)
-    exchange.encode()
-    for transfer in exchange.job():
-        transfer.issue()
-    exchange.deliver(good=True)
+    """Run the loops of ``sparse_reduce``, which sends elements to their owners. On a GPU, the device may decide."""
+    for findings in (None, kernels.Findings(device)) if device.type == "cuda" else (None,):
+        x = torch.randn(4096, dtype=torch.float32, device=device)
+        feedback = None if findings is None else ErrorFeedback()
+        operand = Operand("", x, (64, 64), TopK(0.1), feedback, lambda _: 0)
+        exchange = collective("sparse_reduce")([operand], Peers(None, 0, 1), measure=False)
+        exchange.findings, exchange.zeros_count = findings, True
+        exchange.encode()
+        for transfer in exchange.job():
+            transfer.issue()
+        exchange.deliver(good=True)
 
 
 def use_ahead(x: Tensor, codec: Codec, feedback: Feedback | None) -> None:

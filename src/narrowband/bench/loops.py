@@ -192,7 +192,8 @@ def _split_shares(data: Data, backend: Any) -> Loop:
     values = data.x[at.long()]
     local = torch.empty(_OWNERS, data.k, dtype=torch.int32)
     sorted_values = torch.empty(_OWNERS, data.k)
-    return Loop(lambda _: backend.split_shares(at, values, local, sorted_values, n=data.numel, turn=1))
+    tensor = kernels.Shared(data.numel, 1, slice(0, data.k), 0)
+    return Loop(lambda _: backend.split_shares_all([tensor], [at], [values], local, sorted_values))
 
 
 def _compensate(data: Data, backend: Any) -> Loop:

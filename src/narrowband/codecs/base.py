@@ -414,6 +414,10 @@ class Codec(ABC):
         """
         raise TypeError(f"{self} sends something of every element, so its payloads have no indices")
 
+    def elements_all(self, payloads: Sequence[Tensor], shapes: Sequence[Shape]) -> list[tuple[Tensor, Tensor]]:
+        """Return :meth:`elements` of several payloads; on a GPU, perhaps with few kernel launches."""
+        return [self.elements(payload, shape) for payload, shape in zip(payloads, shapes, strict=True)]
+
     def kept_rank(self, shape: Shape) -> int | None:
         """Return r if decoding gives an approximation of rank r to a matrix of this shape; otherwise None.
 

@@ -226,6 +226,19 @@ class TopK(SelectingCodec):
             raise PayloadError(f"damaged payload: it names {at.numel()} elements, but {self} keeps {k}")
         return _padded(at, values, k, n)
 
+    def elements_all(self, payloads: Sequence[Tensor], shapes: Sequence[Shape]) -> list[tuple[Tensor, Tensor]]:
+        if self.values != "fp32" or self.indices != "elias-fano":
+            return super().elements_all(payloads, shapes)
+        for payload, shape in zip(payloads, shapes, strict=True):
+            self._check_length(payload, shape, torch.float32)
+        ks, ends = [self.kept(shape) for shape in shapes], [*itertools.accumulate(own.numel() for own in payloads)]
+        together, begins = torch.cat(list(payloads)), [0, *ends[:-1]]
+        tails = [begin + 4 * k for begin, k in zip(begins, ks, strict=True)]
+        indices = kernels.elias_fano_decode_all(together[None], tails, ks, [numel_of(shape) for shape in shapes])
+        heads = zip(begins, tails, strict=True)
+        values = [together[begin:tail].view(torch.float32) for begin, tail in heads]
+        return [(at[0], own) for at, own in zip(indices, values, strict=True)]
+
     def added(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
         if self.indices == "runs":  # of damaged runs, those too many are seen by elements() alone
             return None

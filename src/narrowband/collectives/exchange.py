@@ -134,6 +134,9 @@ class Exchange(ABC):
     decided_by_encoding: ClassVar[bool] = False
     #: Whether each rank encodes means again, and its feedback keeps their error, see :meth:`State.owner_error`.
     has_owners: ClassVar[bool] = False
+    #: Whether feedback takes all that is encoded as sent. Otherwise it learns at the end what was delivered, see
+    #: :meth:`Feedback.commit_arrived`.
+    delivers_all: ClassVar[bool] = True
     #: Where kernels record what is not finite, on the device, if the host is not to wait for them. Set it before the
     #: first :meth:`encode`. Then the exchange takes everything as finite and commits; feedback is rolled back on the
     #: device, and the caller writes NaN into the averages of a bad step.
@@ -284,8 +287,13 @@ class Exchange(ABC):
 
     def _encode_all(self, operands: Sequence[Operand]) -> None:
         """Encode these operands, and clear ``_locally_finite`` if one is not finite."""
-        for operand in operands:
-            self._locally_finite &= self._encode(operand)[0]
+        if self.findings is None:
+            for operand in operands:
+                self._locally_finite &= self._encode(operand)[0]
+            return
+        sizes = [self._codec(operand).payload_nbytes(operand.shape) for operand in operands]
+        together = torch.empty(sum(sizes), dtype=torch.uint8, device=operands[0].x.device)
+        self._encode_ahead(operands, list(torch.split(together, sizes)))
 
     def _encode_ahead(self, operands: Sequence[Operand], places: Sequence[Tensor]) -> None:
         """Encode without waiting for the device to say what is finite.
@@ -300,9 +308,10 @@ class Exchange(ABC):
             if feedback is not None and wide and feedback.encodes_all(codec):
                 for each in some:
                     self._claim(each)
-                finite = [feedback.encode_all([each.key for each in some], xs, codec, **several)] * len(some)
+                encode = feedback.encode_all if self.delivers_all else feedback.encode_for_arrivals
+                finite = [encode([each.key for each in some], xs, codec, **several)] * len(some)
                 for each in some:
-                    each.compensated, each.committed = True, not each.incremental
+                    each.compensated, each.committed = True, self.delivers_all and not each.incremental
             elif feedback is None and codec.encodes_several and (wide or codec.widens):
                 finite = [codec.encode_all([x.float() for x in xs], **several)] * len(some)
             else:
@@ -420,7 +429,7 @@ class Exchange(ABC):
 
     def _commits_early(self, operand: Operand) -> bool:
         """Return whether the operand's feedback commits before the step is decided, and rolls back if it has to."""
-        return operand.feedback is not None and operand.feedback.can_roll_back(operand.x)
+        return self.delivers_all and operand.feedback is not None and operand.feedback.can_roll_back(operand.x)
 
     def _codec(self, operand: Operand) -> Codec:
         """Return the codec of this rank's payload of an operand."""

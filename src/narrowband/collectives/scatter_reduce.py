@@ -129,14 +129,6 @@ class ScatterReduce(Exchange):
         """Return where the chunk of each rank lies."""
         return self._by_owner(operand, self._codec(operand).cut(operand.x.numel()))
 
-    def _encode_all(self, operands: Sequence[Operand]) -> None:
-        if self.findings is None:
-            super()._encode_all(operands)
-            return
-        sizes = [self._codec(operand).payload_nbytes(operand.shape) for operand in operands]
-        together = torch.empty(sum(sizes), dtype=torch.uint8, device=operands[0].x.device)
-        self._encode_ahead(operands, [together[span] for span in spans_of(sizes)])
-
     @property
     def first_nbytes(self) -> int:
         size = self.peers.size

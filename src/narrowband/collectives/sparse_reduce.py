@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 import time
-from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -31,10 +30,11 @@ from narrowband import kernels
 from narrowband.codecs import SelectingCodec
 from narrowband.codecs.base import aligned, numel_of
 from narrowband.collectives.engine import QueueName, Transfer
-from narrowband.collectives.exchange import TRAILER, Exchange, Sent
+from narrowband.collectives.exchange import TRAILER, Exchange, Sent, alike, give_means
 from narrowband.collectives.primitives import all_gather, all_to_all, spans_of
 from narrowband.errors import UnsupportedError
-from narrowband.kernels import Findings
+from narrowband.feedback.arrivals import Arrivals
+from narrowband.kernels import Findings, Shared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,6 +76,7 @@ class SparseReduce(Exchange):
     name: ClassVar[str] = "sparse_reduce"
     overhead_nbytes: ClassVar[int] = 1 << 16
     asks_late: ClassVar[bool] = True
+    delivers_all: ClassVar[bool] = False
     #: An all-gather delivers everything that was sent, so it is preferred up to twice the traffic.
     handicap: ClassVar[float] = 2.0
 
@@ -120,13 +121,14 @@ class SparseReduce(Exchange):
             )
         return None
 
+    @staticmethod
+    def goes_ahead(codec: Codec) -> bool:
+        return isinstance(codec, SelectingCodec) and codec.encodes_several
+
     def __init__(self, operands: Sequence[Operand], peers: Peers, *, measure: bool, state: State | None = None) -> None:
         super().__init__(operands, peers, measure=measure, state=state)
         #: Index of operand → (indices, values): payloads that had to be decoded to count their elements.
         self._elements: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def _commits_early(self, operand: Operand) -> bool:
-        return False  # which elements are delivered is known at the end only
 
     @property
     def first_nbytes(self) -> int:
@@ -159,9 +161,17 @@ class SparseReduce(Exchange):
         self.decode_seconds += time.perf_counter() - begin
         self._count((size - 1) * second.numel(), _widths(self.operands, self._sums))
         yield Transfer(lambda: all_gather(arrived, second, self.peers))
-        self.finite = not bool(arrived[:, -1].any())
+        self.finite = self._are_finite(arrived)
         if self.finite:
             self._read(arrived)
+
+    def _are_finite(self, rows: Tensor) -> bool:
+        """Return whether the trailers of these rows say that all is finite; True where it is noted on the device."""
+        bad = rows[:, -TRAILER:].any()
+        if self.findings is None:
+            return not bool(bad)
+        self.findings.note(Findings.ANY, bad)
+        return True
 
     def _counted(self, numbers: Sequence[int | None]) -> Tensor:
         """Return how many elements of each tensor this rank sends."""
@@ -178,124 +188,106 @@ class SparseReduce(Exchange):
         """Compute where each tensor lies in an owner's share, in the rows of the first message, and in the second."""
         size = self.peers.size
         shares = [kernels.share_numel(operand.x.numel(), size) for operand in self.operands]
-        self._shares = spans_of(shares)
+        spans = spans_of(shares)
         self._rooms = spans_of([_room(k, size) if k else 0 for k in numbers])
         self._sums = spans_of([_sums(k, share, size) for k, share in zip(numbers, shares, strict=True)])
-        self._share, self._room, self._number = (spans[-1].stop for spans in (self._shares, self._rooms, self._sums))
+        self._share, self._room, self._number = (own[-1].stop for own in (spans, self._rooms, self._sums))
         self._row = _row_nbytes(self._room, self._share)
+        #: The tensors that have elements, and where they lie in both messages.
+        self._full = [at for at, number in enumerate(numbers) if number]
+        self._mine = self._shared(spans, self._rooms)
+        self._delivered = self._shared(spans, self._sums)
         if self._share > _MOST:
             raise UnsupportedError(
                 f"a message has {self._share} elements per owner, more than 32-bit indices can address; give a smaller "
                 "message_nbytes"
             )
 
+    def _shared(self, shares: Sequence[slice], columns: Sequence[slice]) -> list[Shared]:
+        parts = zip(self.operands, shares, columns, strict=True)
+        return [Shared(operand.x.numel(), operand.index, own, share.start) for operand, share, own in parts]
+
     def _write_rows(self, rows: Tensor) -> None:
         """Write this rank's elements into ``rows``, one row for each owner."""
-        if not self._locally_finite:
-            rows[:, -TRAILER:] = 1
-            return
         size, device = self.peers.size, rows.device
+        rows[:, -TRAILER:] = self._trailer(device)
+        if self.findings is None and not self._locally_finite:
+            return
         self._own = torch.empty(size, self._room, dtype=torch.int32, device=device)
         self._own_values = torch.empty(size, self._room, dtype=torch.float32, device=device)
-        sent = [i for i, room in enumerate(self._rooms) if room.stop > room.start]
-        tables = {i: (self._own[:, self._rooms[i]], self._own_values[:, self._rooms[i]]) for i in sent}
-        most = []
-        with Findings(device).noting(Findings.OWN):  # what this rank has encoded is not damaged
-            for i in sent:
-                operand, payload = self.operands[i], self._payloads[i]
-                if i not in self._elements:
-                    self._elements[i] = operand.codec.elements(payload, operand.shape)
-                n, turn = operand.x.numel(), operand.index
-                most.append(kernels.split_shares(*self._elements[i], *tables[i], n=n, turn=turn))
-        for i, number in zip(sent, torch.stack(most).tolist() if most else (), strict=True):  # waits once for all
-            local, values = tables[i]
-            if number > local.shape[1]:
-                _deal_largest(self.operands[i], self._elements[i], local, values, number)
-            local += self._shares[i].start
+        with (self.findings or Findings(device)).noting(Findings.OWN):  # what this rank has encoded is not damaged
+            for own in alike(self.operands):
+                some = [at for at in own if at in self._full and at not in self._elements]
+                payloads, shapes = [self._payloads[at] for at in some], [self.operands[at].shape for at in some]
+                if some:
+                    found = self.operands[some[0]].codec.elements_all(payloads, shapes)
+                    self._elements.update(zip(some, found, strict=True))
+        indices, values = ([self._elements[at][part] for at in self._full] for part in (0, 1))
+        kernels.split_shares_all([self._mine[at] for at in self._full], indices, values, self._own, self._own_values)
         self._elements.clear()
-        for row, at, values in zip(rows, self._own, self._own_values, strict=True):
-            _write_row(at, values, self._share, row)
+        _write(self._own, self._own_values, self._share, rows)
 
     def _add_up(self, received: Tensor, second: Tensor) -> None:
         """Average the elements that this rank owns, and write the largest means into ``second``."""
         second[-TRAILER:] = 1  # until it is known to be finite
-        if bool(received[:, -1].any()):
+        if not self._are_finite(received):
             return
         total = torch.empty(self._share, dtype=torch.float32, device=received.device)
-        found = Findings(received.device)
+        found = self.findings or Findings(received.device)
         with found.noting(Findings.OWN):
             kernels.sparse_sum_rows(total, received[:, : self._row], self._room, 1.0 / self.peers.size)
             finite = kernels.all_finite(total)
-        if not (found.answer() and finite):
+        found.note(Findings.OWN, bad=not finite)  # of loops that know at once
+        if self.findings is None and not found.answer():
             return
-        at = torch.empty(self._number, dtype=torch.int32, device=received.device)
-        for share, sums in zip(self._shares, self._sums, strict=True):
-            if sums.stop > sums.start:
-                at[sums] = kernels.select_topk(total[share], sums.stop - sums.start).add_(share.start)
-        _write_row(at, total.index_select(0, at), self._share, second)
-        second[-TRAILER:] = 0
+        chosen = [self._delivered[at] for at in self._full]
+        shares = [total[own.first : own.first + kernels.share_numel(own.n, self.peers.size)] for own in chosen]
+        indices = kernels.select_topk_all(shares, [own.room for own in chosen])
+        torch._foreach_add_(indices, [own.first for own in chosen])
+        at = torch.cat([total.new_empty(0, dtype=torch.int32), *indices])
+        _write(at[None], total.index_select(0, at)[None], self._share, second[None])
+        second[-TRAILER:] = self._trailer(second.device)
 
     def _read(self, arrived: Tensor) -> None:
         """Decode the delivered means and their indices, and find which of this rank's elements are among them."""
         number = self._number
         self._means = arrived[:, : 4 * number].view(torch.float32)
-        coded = arrived[:, 4 * number : 4 * number + kernels.elias_fano_nbytes(number, self._share)]
-        noted = Findings(arrived.device)
-        with noted.noting(Findings.OWN):
-            rows = [kernels.elias_fano_decode(row, number, self._share) for row in coded.contiguous()]
-        self._places = torch.stack(rows)
+        noted = self.findings or Findings(arrived.device)
+        with noted.noting(Findings.ANY):
+            (self._places,) = kernels.elias_fano_decode_all(arrived, [4 * number], [number], [self._share])
         found = torch.searchsorted(self._places, self._own).clamp_(max=number - 1)
-        # Padding of a row has a value of zero.
-        self._there = (self._places.gather(1, found) == self._own) & (self._own_values != 0)
-        ends = torch.tensor([room.stop for room in self._rooms], dtype=torch.int64, device=arrived.device)
-        until = torch.nn.functional.pad(self._there.sum(0).cumsum(0), (1, 0)).index_select(0, ends).tolist()
-        self._delivered = [end - begin for begin, end in pairwise([0, *until])]
-        noted.answer()
+        there = self._places.gather(1, found) == self._own
+        self._arrivals = Arrivals(self._mine, self._own, torch.where(there, self._own_values, 0.0))
+        if self.findings is None:
+            noted.answer()
 
     def _finish_feedback(self, good: bool) -> None:
         if not good:
             super()._finish_feedback(good)
             return
-        parts = zip(self.operands, self._shares, self._rooms, self._delivered, strict=True)
-        for operand, share, room, number in parts:
-            if not operand.compensated:
-                continue
-            assert operand.feedback is not None
-            whole = kernels.from_share(self._own[:, room] - share.start, turn=operand.index)
-            at, order = whole.masked_fill_(~self._there[:, room], _MOST).view(-1).sort()  # how many: the host knows
-            at, values = at[:number], self._own_values[:, room].reshape(-1)[order[:number]]
-            norms = operand.feedback.commit_arrived(operand.key, operand.x, at, values, measure=self.measure)
-            if norms is not None:
-                self.norms[operand.key] = norms
+        bad = None if self.findings is None else self.findings.place(Findings.ANY)
+        for own in alike(self.operands):
+            some = [at for at in own if self.operands[at].compensated]
+            if some:
+                keys, xs = zip(*((self.operands[at].key, self.operands[at].x) for at in some), strict=True)
+                feedback = self.operands[own[0]].feedback
+                assert feedback is not None
+                norms = feedback.commit_arrived(keys, xs, self._arrivals.of(some), bad=bad, measure=self.measure)
+                self.norms.update(zip(keys, norms, strict=False))
 
     def _write(self, good: bool) -> None:
-        for operand, share, sums in zip(self.operands, self._shares, self._sums, strict=True):
-            at = kernels.from_share(self._places[:, sums] - share.start, turn=operand.index).view(-1)
-            means = self._means[:, sums].reshape(-1)
-            n = operand.x.numel()
-            means.masked_fill_(at >= n, 0.0)  # a share has whole blocks: the last may reach beyond the tensor
-            with self._mean_of(operand, good) as mean:
-                flat = mean.view(-1).zero_()
-                if n:
-                    flat.index_add_(0, at.clamp_(max=n - 1), means.to(flat.dtype))
+        for own in alike(self.operands):
+            several = all(self.operands[at].average.dtype == torch.float32 for at in own)
+            for some in [own] if several else [[at] for at in own]:  # float32 for one tensor in 16 bits at a time
+                operands = [self.operands[at] for at in some]
+                means = [
+                    x if x.dtype == torch.float32 else torch.empty(x.numel(), dtype=torch.float32, device=x.device)
+                    for x in (operand.average for operand in operands)
+                ]
+                torch._foreach_zero_(means)
+                kernels.add_shares_all(means, [self._delivered[at] for at in some], self._places, self._means)
+                give_means(operands, means, good, self.findings)
         del self._means, self._places
-
-
-def _deal_largest(operand: Operand, elements: tuple[Tensor, Tensor], local: Tensor, values: Tensor, most: int) -> None:
-    """Write the largest elements of a tensor into their owners' rows, which have no room for all.
-
-    Args:
-        operand: the tensor.
-        elements: all of its elements: indices and values.
-        local, values: the rows.
-        most: the largest number of elements of an owner.
-    """
-    ranks, room = local.shape
-    table, table_values = local.new_empty(ranks, most), values.new_empty(ranks, most)
-    kernels.split_shares(*elements, table, table_values, n=operand.x.numel(), turn=operand.index)
-    largest = table_values.abs().topk(room, dim=1).indices.sort(dim=1).values
-    local.copy_(table.gather(1, largest))
-    values.copy_(table_values.gather(1, largest))
 
 
 def _widths(operands: Sequence[Operand], spans: Sequence[slice]) -> list[tuple[Operand, int]]:
@@ -311,8 +303,9 @@ def _kept(operand: Operand) -> int | None:
     return codec.kept(operand.shape) if isinstance(codec, SelectingCodec) else None
 
 
-def _write_row(at: Tensor, values: Tensor, n: int, out: Tensor) -> None:
-    """Write values and indices (below n) of elements into a row of a message."""
-    k = at.numel()
-    out[: 4 * k].view(torch.float32).copy_(values)
-    kernels.elias_fano_encode(at, n, out[4 * k : 4 * k + kernels.elias_fano_nbytes(k, n)])
+def _write(at: Tensor, values: Tensor, n: int, rows: Tensor) -> None:
+    """Write elements into rows of a message: for each row, indices below n, and values."""
+    k = at.shape[1]
+    rows[:, : 4 * k].view(torch.float32).copy_(values)
+    tails = rows[:, 4 * k : 4 * k + kernels.elias_fano_nbytes(k, n)]
+    kernels.elias_fano_encode_all(list(at), [n] * len(at), list(tails))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from narrowband.codecs import Codec, Shape
+    from narrowband.feedback.arrivals import Arrivals
 
 __all__ = ["Feedback", "Layout", "Norms", "SampleState", "State", "check_saved"]
 
@@ -99,6 +100,11 @@ class State(ABC):
         """Whether :attr:`goes_ahead` holds for gradients in 16 bits, too: by :meth:`Feedback.commit_unless`, since the
         memory of such a gradient cannot hold what would undo a commit.
         """
+        return False
+
+    @property
+    def commits_arrivals_ahead(self) -> bool:
+        """Whether :attr:`goes_ahead` holds for :meth:`Feedback.commit_arrived`, too."""
         return False
 
     @property
@@ -365,15 +371,27 @@ class Feedback(State):
             With ``measure``, the squared norms of the codec's input and of its error.
         """
 
-    def commit_arrived(self, key: str, x: Tensor, at: Tensor, values: Tensor, *, measure: bool = False) -> Norms | None:
-        """Commit where only some of the payload's elements were delivered: everything else becomes the residual.
+    def commit_arrived(
+        self,
+        keys: Sequence[str],
+        xs: Sequence[Tensor],
+        arrivals: Arrivals,
+        *,
+        bad: Tensor | None = None,
+        measure: bool = False,
+    ) -> list[Norms]:
+        """Commit where only some of the payloads' elements were delivered: everything else becomes the residual.
 
-        Call it when the step is known to be good; see :attr:`State.commits_arrivals`.
+        See :attr:`State.commits_arrivals`.
 
         Args:
-            key, x, measure: as for :meth:`commit`.
-            at: int32, ascending: indices of the elements that were delivered.
-            values: this rank's values that were delivered there.
+            keys, xs, measure: as for :meth:`commit`, of several tensors of one dtype.
+            arrivals: what was delivered of each.
+            bad: one int32 on their device, which is not zero if the step does not count: the residuals then become what
+                they were before :meth:`encode`. Where :attr:`State.commits_arrivals_ahead`. None: the step is good.
+
+        Returns:
+            With ``measure``, the norms of each; otherwise none.
         """
         raise TypeError(f"{self.name} cannot commit a part of a payload")
 
@@ -414,6 +432,12 @@ class Feedback(State):
             Whether all are finite; True where kernels record it on the device (:class:`~narrowband.kernels.Findings`).
         """
         raise TypeError(f"{self.name} cannot encode several tensors at once")
+
+    def encode_for_arrivals(
+        self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
+    ) -> bool:
+        """As :meth:`encode_all`, without committing: :meth:`commit_arrived` follows."""
+        raise TypeError(f"{self.name} cannot commit a part of a payload")
 
     def sent_reference(self, key: str) -> Tensor | None:
         """Return what the receivers hold of this sender under ``key``, flat float32, where :attr:`incremental`.

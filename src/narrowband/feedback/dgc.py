@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from narrowband.codecs import Codec, Shape
+    from narrowband.feedback.arrivals import Arrivals
 
 __all__ = ["DGC"]
 
@@ -506,15 +507,26 @@ class DGC(Feedback):
         sizes = [kept.nbytes for kept in self._kept[key]]
         return list(torch.split(x.view(-1).view(torch.uint8)[: sum(sizes)], sizes))
 
-    def commit_arrived(self, key: str, x: Tensor, at: Tensor, values: Tensor, *, measure: bool = False) -> Norms | None:
-        unit = self._sent[key].rate
-        self._commit(key, x, at)
-        if not self.can_roll_back(x):
-            del self._sent[key]
-        if not measure:
-            return None
-        lost = squared_norm(self._residual(key)) / unit**2
-        return Norms(lost + squared_norm(values), lost)
+    def commit_arrived(
+        self,
+        keys: Sequence[str],
+        xs: Sequence[Tensor],
+        arrivals: Arrivals,
+        *,
+        bad: Tensor | None = None,
+        measure: bool = False,
+    ) -> list[Norms]:
+        assert bad is None, "the host decides"
+        norms = []
+        for key, x, (at, values) in zip(keys, xs, arrivals.elements(), strict=True):
+            unit = self._sent[key].rate
+            self._commit(key, x, at)
+            if not self.can_roll_back(x):
+                del self._sent[key]
+            if measure:
+                lost = squared_norm(self._residual(key)) / unit**2
+                norms.append(Norms(lost + squared_norm(values), lost))
+        return norms
 
     def _residual(self, key: str) -> Tensor:
         """Return v."""

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from narrowband.codecs import Codec, Shape
+    from narrowband.feedback.arrivals import Arrivals
     from narrowband.feedback.base import Encoded, Layout
 
 __all__ = ["ErrorFeedback"]
@@ -279,14 +280,37 @@ class ErrorFeedback(Feedback):
         residual = self._residuals.get(key)
         return self._kept[key].read() if residual is None else residual
 
-    def commit_arrived(self, key: str, x: Tensor, at: Tensor, values: Tensor, *, measure: bool = False) -> Norms | None:
-        residual = self._opened(key)
-        if x.dtype != torch.float32:
-            residual.mul_(self.decay).add_(x)
-        before = squared_norm(residual) if measure else 0.0
-        kernels.sparse_accumulate(residual, at, values, -1.0)
-        self._close(key, residual)
-        return Norms(before, squared_norm(residual)) if measure else None
+    def commit_arrived(
+        self,
+        keys: Sequence[str],
+        xs: Sequence[Tensor],
+        arrivals: Arrivals,
+        *,
+        bad: Tensor | None = None,
+        measure: bool = False,
+    ) -> list[Norms]:
+        wide = xs[0].dtype == torch.float32
+        formers = [] if bad is None or wide else [pair for key in keys for pair in self._copied(key)]
+        residuals = [self._opened(key) for key in keys]
+        if not wide:
+            torch._foreach_mul_(residuals, self.decay)
+            torch._foreach_add_(residuals, list(xs))
+        before = [squared_norm(residual) for residual in residuals] if measure else []
+        arrivals.subtract_from(residuals)
+        if bad is not None and wide and self.store != "fp32":
+            kepts, memories = [self._kept[key] for key in keys], [*map(self._memory, keys, xs)]
+            keep_all(kepts, residuals, seeds=[_OF_STORES ^ self._seeds[key] for key in keys], formers=memories)
+            for key in keys:
+                self._residuals.pop(key, None)
+        else:
+            for key, residual in zip(keys, residuals, strict=True):
+                self._close(key, residual)
+        if bad is not None and wide:
+            self.roll_back_if(bad, keys, xs)
+        elif bad is not None:
+            kernels.restore_all_if(bad, [own for own, _ in formers], [former for _, former in formers])
+        after = [squared_norm(residual) for residual in residuals] if measure else []
+        return [Norms(*pair) for pair in zip(before, after, strict=True)]
 
     def can_roll_back(self, x: Tensor) -> bool:
         return x.dtype == torch.float32
@@ -332,15 +356,18 @@ class ErrorFeedback(Feedback):
 
     def commit_unless(self, bad: Tensor, sent: Sequence[Encoded]) -> None:
         for each in sent:
-            if self.store == "fp32":
-                pairs = [(self._residuals[each.key], self._residuals[each.key].clone())]
-            else:
-                kept = self._kept[each.key]
-                memory = torch.empty(kept.nbytes, dtype=torch.uint8, device=each.x.device)
-                kept.copy_to(memory)
-                pairs = kept.places(memory)
+            pairs = self._copied(each.key)
             self.commit(each.key, each.x, each.codec, each.payload, shape=each.shape, seed=each.seed)
             kernels.restore_all_if(bad, [own for own, _ in pairs], [former for _, former in pairs])
+
+    def _copied(self, key: str) -> list[tuple[Tensor, Tensor]]:
+        """Return the memory of a residual as it is stored, in two parts at most, each with a copy."""
+        if self.store == "fp32":
+            return [(self._residuals[key], self._residuals[key].clone())]
+        kept = self._kept[key]
+        memory = torch.empty(kept.nbytes, dtype=torch.uint8, device=kept.stored[0].device)
+        kept.copy_to(memory)
+        return kept.places(memory)
 
     def encodes_all(self, codec: Codec) -> bool:
         several = codec.encodes_several and _has(type(self), "_encode", "encode_all") and self.goes_ahead
@@ -378,6 +405,21 @@ class ErrorFeedback(Feedback):
     ) -> bool:
         """Do :meth:`_encode` with ``subtract`` for several tensors; return whether all are finite."""
         return codec.encode_all(xs, outs, seeds=seeds, residuals=residuals, decay=self.decay)
+
+    @property
+    def commits_arrivals_ahead(self) -> bool:
+        return self.goes_ahead and _has(type(self), "commit_arrived", "encode_for_arrivals")
+
+    def encode_for_arrivals(
+        self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
+    ) -> bool:
+        assert isinstance(codec, TopK)
+        for key, x, seed in zip(keys, xs, seeds, strict=True):
+            self._open(key, x, seed)
+        if self.store != "fp32":
+            self._residuals.update(zip(keys, read_all([self._kept[key] for key in keys]), strict=True))
+        residuals, ks = [self._residuals[key] for key in keys], [codec.kept(x.numel()) for x in xs]
+        return kernels.encode_topk_all(xs, ks, outs, residuals=residuals, decay=self.decay, subtract=False)
 
     def residual(self, key: str) -> Tensor | None:
         if self.store == "fp32":

@@ -82,9 +82,10 @@ def encode_topk_all(
     *,
     residuals: Sequence[Tensor] = (),
     decay: float = 1.0,
+    subtract: bool = True,
     least: Tensor | None = None,
 ) -> bool:
-    """Apply :func:`encode_topk` with ``subtract`` to several tensors, with no more GPU kernel launches than for one.
+    """Apply :func:`encode_topk`, exact, to several tensors, with no more GPU kernel launches than for one.
 
     Without residuals, select from the tensors themselves, and write payloads even if something is not finite.
 
@@ -93,14 +94,14 @@ def encode_topk_all(
         ks: how many elements of each are selected, at least one.
         outs: where each payload is written.
         residuals: one per tensor, or none.
-        decay: as for :func:`encode_topk`.
+        decay, subtract: as for :func:`encode_topk`.
         least: if given, float32, one per tensor: is filled with the least magnitude that was selected of each. The
             residuals then have NaN where elements were selected, for :func:`keep_all`.
 
     Returns:
         Whether all is finite; or True, while :class:`Findings` note that on the device.
     """
-    options = {"residuals": residuals, "decay": decay, "least": least}
+    options = {"residuals": residuals, "decay": decay, "subtract": subtract, "least": least}
     return not xs or cast("bool", backend_of(xs[0]).encode_topk_all(xs, ks, outs, **options))
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 from narrowband.kernels.backends import backend_for, backend_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "sample_size",
     "select_threshold",
     "select_topk",
+    "select_topk_all",
     "select_topk_rows",
 ]
 
@@ -52,6 +55,11 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
     hi = (i+1)·n // s. If fewer than k pass, only those are returned; the exact variant would then look again.
     """
     return cast("Tensor", backend_of(x).select_topk(x, k, sampled=sampled, seed=seed))
+
+
+def select_topk_all(xs: Sequence[Tensor], ks: Sequence[int]) -> list[Tensor]:
+    """Apply :func:`select_topk`, exact, to several tensors, with no more GPU kernel launches than for one."""
+    return cast("list[Tensor]", backend_of(xs[0]).select_topk_all(xs, ks)) if xs else []
 
 
 def select_topk_rows(x: Tensor, k: int) -> Tensor:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 __all__ = [
     "check_indices",
     "elias_fano_decode",
+    "elias_fano_decode_all",
     "elias_fano_encode",
+    "elias_fano_encode_all",
     "elias_fano_low_bits",
     "elias_fano_nbytes",
     "sparse_accumulate",
@@ -111,9 +113,33 @@ def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
     backend_of(indices).elias_fano_encode(indices, n, out)
 
 
+def elias_fano_encode_all(indices: Sequence[Tensor], ns: Sequence[int], outs: Sequence[Tensor]) -> None:
+    """Apply :func:`elias_fano_encode` to several lists of indices, with no more GPU kernel launches than for one."""
+    if indices:
+        backend_of(indices[0]).elias_fano_encode_all(indices, ns, outs)
+
+
 def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
     """Return the k indices (int32) in ``payload`` (uint8, exactly :func:`elias_fano_nbytes` long).
 
     Raises :class:`PayloadError` unless it holds exactly k indices, all below n, never descending.
     """
     return cast("Tensor", backend_of(payload).elias_fano_decode(payload, k, n))
+
+
+def elias_fano_decode_all(
+    payloads: Tensor, begins: Sequence[int], ks: Sequence[int], ns: Sequence[int]
+) -> list[Tensor]:
+    """Apply :func:`elias_fano_decode` to several lists in each row of bytes, with no more GPU kernel launches than for
+    one.
+
+    Args:
+        payloads: (rows, bytes), uint8.
+        begins: for each list, the byte of a row where it begins.
+        ks: for each, the number of its indices.
+        ns: for each, the number that all of its indices are below.
+
+    Returns:
+        For each list, its indices in every row: int32 of shape (rows, k).
+    """
+    return cast("list[Tensor]", backend_of(payloads).elias_fano_decode_all(payloads, begins, ks, ns))

@@ -160,7 +160,10 @@ def main(capability: int, *, every: bool, counting: list[str]) -> None:
         cuda.fixed_decode(codes[:999], codes, [7], torch.zeros(999, dtype=torch.int32))
     cuda.fixed_dequantize(torch.zeros(999, dtype=torch.int32), x[:999], 0.1)
     table, values = torch.zeros(8, 300, dtype=torch.int32), torch.zeros(8, 300)
-    cuda.split_shares(at, x[: at.numel()].clone(), table, values, n=5000, turn=1)
+    shared = kernels.Shared(5000, 1, slice(0, 150), 0), kernels.Shared(5000, 2, slice(150, 300), 640)
+    cuda.split_shares_all(shared, [at] * 2, [x[: at.numel()].clone()] * 2, table, values)
+    cuda.add_shares_all([x, x.clone()], shared, table, values)
+    cuda.elias_fano_encode_all([at] * 2, [5000] * 2, [payload] * 2)
     cuda.from_share(table, turn=1)
     for bits in (4, 2):
         cuda.levels_encode(x, out, bits=bits, group=256)

@@ -440,6 +440,10 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
     return torch.from_numpy(finish_topk(bits, survivors, k, seed, sampled)[0])
 
 
+def select_topk_all(xs: Sequence[Tensor], ks: Sequence[int]) -> list[Tensor]:
+    return [select_topk(x, k) for x, k in zip(xs, ks, strict=True)]
+
+
 @loop
 def _topk_rows(x, bits, k, rank, fold, room, first, last, out, sample, sample_bits):
     """Select the k largest of each of the rows [first, last): by a threshold from a sample if a row is long enough for

@@ -8,10 +8,15 @@ import numpy as np
 import torch
 
 from narrowband.kernels.cpu.loops import F32, I32, At, inlined, loop
+from narrowband.kernels.cpu.selection import select_topk
 from narrowband.kernels.shares import share_numel
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+    from narrowband.kernels.shares import Shared
 
 #: Elements of a block, as a power of two; see :data:`narrowband.kernels.shares.SHARE_BLOCK`.
 _BITS = 4
@@ -25,7 +30,7 @@ def _shift(row, ranks, turn):
 
 
 @loop
-def _split(indices, values, turn, last_local, counts, local, sorted_values):
+def _split(indices, values, turn, first, last_local, counts, local, sorted_values):
     """Write each element to the next place of its owner's table row, while there is room. The hash is computed once per
     row of blocks.
     """
@@ -43,12 +48,34 @@ def _split(indices, values, turn, last_local, counts, local, sorted_values):
         place = counts[owner]
         counts[owner] = place + 1
         if place < room:
-            local[owner, place] = I32((row << _BITS) + (at & ((1 << _BITS) - 1)))
+            local[owner, place] = I32(first + (row << _BITS) + (at & ((1 << _BITS) - 1)))
             sorted_values[owner, place] = values[At(i)]
     for owner in range(ranks):
         for place in range(counts[owner], room):
             local[owner, place] = last_local
             sorted_values[owner, place] = F32(0)
+
+
+@loop
+def _add(out, local, values, turn, first, weight):
+    """Add the values of a table to the elements that they belong to, except those behind the last element."""
+    ranks = local.shape[0]
+    for owner in range(ranks):
+        row_before, block = np.int64(-1), np.int64(0)
+        for i in range(local.shape[1]):
+            value = values[owner, i]
+            if value == F32(0):
+                continue
+            at = np.int64(local[owner, i]) - first
+            row = at >> _BITS
+            if row != row_before:
+                row_before = row
+                block = owner - _shift(row, ranks, turn)
+                if block < 0:
+                    block += ranks
+            index = ((row * ranks + block) << _BITS) + (at & ((1 << _BITS) - 1))
+            if 0 <= index < out.size:
+                out[index] += F32(weight * value)
 
 
 @loop
@@ -71,12 +98,37 @@ def _turned(turn: int) -> int:
     return turn * 0x85EBCA77 & 0xFFFFFFFF
 
 
-def split_shares(indices: Tensor, values: Tensor, local: Tensor, sorted_values: Tensor, *, n: int, turn: int) -> Tensor:
-    counts = np.zeros(local.shape[0], np.int64)
-    last = I32(max(0, share_numel(n, local.shape[0]) - 1))
-    tables = local.numpy(), sorted_values.numpy()
-    _split(indices.numpy(), values.numpy(), _turned(turn), last, counts, *tables)
-    return torch.from_numpy(counts).amax()
+def split_shares_all(
+    tensors: Sequence[Shared],
+    indices: Sequence[Tensor],
+    values: Sequence[Tensor],
+    local: Tensor,
+    sorted_values: Tensor,
+) -> None:
+    ranks = local.shape[0]
+    for tensor, at, own in zip(tensors, indices, values, strict=True):
+        counts, tables = np.zeros(ranks, np.int64), (local[:, tensor.columns], sorted_values[:, tensor.columns])
+        given = at.numpy(), own.numpy(), _turned(tensor.turn), np.int64(tensor.first)
+        last = I32(tensor.first + max(0, share_numel(tensor.n, ranks) - 1))
+        _split(*given, last, counts, *(table.numpy() for table in tables))
+        most = int(counts.max())
+        if most <= tensor.room:
+            continue
+        wide = tuple(torch.empty(ranks, most, dtype=table.dtype, device="cpu") for table in tables)
+        _split(*given, last, np.zeros(ranks, np.int64), *(table.numpy() for table in wide))
+        for rank in (counts > tensor.room).nonzero()[0].tolist():
+            number = int(counts[rank])
+            largest = select_topk(wide[1][rank, :number], tensor.room).long()
+            for table, source in zip(tables, wide, strict=True):
+                table[rank] = source[rank, largest]
+
+
+def add_shares_all(
+    outs: Sequence[Tensor], tensors: Sequence[Shared], local: Tensor, values: Tensor, weight: float = 1.0
+) -> None:
+    for out, tensor in zip(outs, tensors, strict=True):
+        tables = (table[:, tensor.columns].numpy() for table in (local, values))
+        _add(out.numpy(), *tables, _turned(tensor.turn), np.int64(tensor.first), F32(weight))
 
 
 def from_share(local: Tensor, *, turn: int) -> Tensor:

@@ -15,7 +15,7 @@ from narrowband.errors import PayloadError
 from narrowband.kernels.cpu.loops import F32, I32, U8, At, inlined, instruction, loop
 from narrowband.kernels.cpu.selection import lowest
 from narrowband.kernels.cpu.threads import spread, threads_for
-from narrowband.kernels.sparse import elias_fano_low_bits
+from narrowband.kernels.sparse import elias_fano_low_bits, elias_fano_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -244,6 +244,11 @@ def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
     write_sparse(at, at, k, n, elias_fano_low_bits(k, n), _NOTHING, out.numpy(), _NOTHING)
 
 
+def elias_fano_encode_all(indices: Sequence[Tensor], ns: Sequence[int], outs: Sequence[Tensor]) -> None:
+    for each in zip(indices, ns, outs, strict=True):
+        elias_fano_encode(*each)
+
+
 def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
     out, row = np.empty(k, np.int32), payload.numpy()
     if row.size < 8:
@@ -279,3 +284,13 @@ def sparse_sum_rows(out: Tensor, payloads: Tensor, k: int, weight: float = 1.0) 
     if not all(spread(count, 8 * indices.size, lambda a, b: _elias_fano_rows(*form, a, b))):
         raise _damaged(k, n)
     _sum(out, indices, rows.view(np.float32), bounds, shifts, weight)
+
+
+def elias_fano_decode_all(
+    payloads: Tensor, begins: Sequence[int], ks: Sequence[int], ns: Sequence[int]
+) -> list[Tensor]:
+    spans = [slice(begin, begin + elias_fano_nbytes(k, n)) for begin, k, n in zip(begins, ks, ns, strict=True)]
+    return [
+        torch.stack([elias_fano_decode(row[span], k, n) for row in payloads])
+        for span, k, n in zip(spans, ks, ns, strict=True)
+    ]

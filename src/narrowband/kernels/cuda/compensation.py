@@ -272,9 +272,10 @@ def encode_topk(
 
 def encode_topk_all(
     xs: Sequence[Tensor], ks: Sequence[int], outs: Sequence[Tensor], *, residuals: Sequence[Tensor] = (),
-    decay: float = 1.0, least: Tensor | None = None,
+    decay: float = 1.0, subtract: bool = True, least: Tensor | None = None,
 ) -> bool:  # fmt: skip
-    return _encode_all(xs, ks, outs, residuals, decay=decay, subtract=1 if least is None else 2, least=least)
+    way = 0 if not subtract else 1 if least is None else 2
+    return _encode_all(xs, ks, outs, residuals, decay=decay, subtract=way, least=least)
 
 
 def compensate_select_topk_all(

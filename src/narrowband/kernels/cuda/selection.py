@@ -73,9 +73,11 @@ __all__ = [
     "choose_all",
     "choose_sampled",
     "encode_all",
+    "places",
     "randomk_indices",
     "select_threshold",
     "select_topk",
+    "select_topk_all",
     "select_topk_rows",
 ]
 
@@ -237,7 +239,7 @@ def _forget(own, i, place, taken, k, momentum, NESTEROV: tl.constexpr, MASKING: 
 
 
 @kernel
-def _places(magnitude, level, above, ties, allowed):
+def places(magnitude, level, above, ties, allowed):
     """Return which elements are taken, and behind how many others; and how many are above the threshold, and at it.
 
     ``above`` and ``ties`` are the counts before these elements; ``allowed`` is how many of all ties may be taken. One
@@ -296,7 +298,7 @@ def _write(
     for tile in range(part * each, end):
         j = tile * WIDTH + tl.arange(0, WIDTH)
         i, value, magnitude = _element(a, b, c, f, g, found, room, row * width, j, elements, close, KIND, False, FOUND)
-        taken, place, more, more_ties = _places(magnitude, level, above, ties, allowed)
+        taken, place, more, more_ties = places(magnitude, level, above, ties, allowed)
         if PAYLOAD:
             _put(own, i, value, place, taken, LISTS)
             if SUBTRACT > 0:
@@ -331,7 +333,7 @@ def _short(
         higher = level | (1 << (30 - bit))
         level = tl.where(tl.sum((magnitude >= higher).to(tl.int32), 0) >= k, higher, level)
     allowed = k - tl.sum((magnitude > level).to(tl.int32), 0)
-    taken, place, _, _ = _places(magnitude, level, 0, 0, allowed)
+    taken, place, _, _ = places(magnitude, level, 0, 0, allowed)
     if PAYLOAD:
         if NOTES:
             tl.atomic_or(note, 1, mask=top >= INFINITE)
@@ -551,6 +553,15 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
     if sampled and k < x.numel():
         return choose_sampled(Source.plain(x), k, seed).indices
     return choose(Source.plain(x), k).indices
+
+
+def select_topk_all(xs: Sequence[Tensor], ks: Sequence[int]) -> list[Tensor]:
+    targets = [Target.room_for(k, x) for x, k in zip(xs, ks, strict=True)]
+    some = [at for at, k in enumerate(ks) if k]
+    if some:
+        sources, into = [Source.plain(xs[at]) for at in some], [targets[at] for at in some]
+        _select(sources, [ks[at] for at in some], into, Writing())
+    return [target.out for target in targets]
 
 
 def select_topk_rows(x: Tensor, k: int) -> Tensor:

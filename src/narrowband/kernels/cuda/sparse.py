@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = [
     "check_indices",
     "elias_fano_decode",
+    "elias_fano_decode_all",
     "elias_fano_encode",
+    "elias_fano_encode_all",
     "sparse_accumulate",
     "sparse_accumulate_all",
     "sparse_sum",
@@ -124,7 +126,7 @@ def sparse_sum_all(
 ) -> None:  # fmt: skip
     ns = [out.numel() for out in outs]
     heads = [0 if values else 4 * k for k in ks]
-    found = _decode(payloads, [begin + head for begin, head in zip(begins, heads, strict=True)], ks, ns)
+    found = elias_fano_decode_all(payloads, [begin + head for begin, head in zip(begins, heads, strict=True)], ks, ns)
     if not accumulate:
         torch._foreach_zero_(list(outs))
     segments = Segments(payloads)
@@ -182,14 +184,29 @@ def write_lower(indices, out, t, number, k, n, low_bits, nbytes):
     tl.store(out + t, (byte & 255).to(tl.uint8), mask=t < nbytes)
 
 
-@unspecific
-def _encode(indices, out, k, n, low_bits, cut, nbytes, WIDTH: tl.constexpr):
-    begin = tl.program_id(0).to(tl.int64) * WIDTH
+@kernel
+def _write(indices, out, part, k, n, low_bits, cut, nbytes, WIDTH: tl.constexpr):
+    """Write a program's share of both parts."""
+    begin = part * WIDTH
     t = begin + tl.arange(0, WIDTH)
     if begin < cut:
         write_upper(indices, out, t, k, k, n, low_bits, cut)
     if begin < nbytes:
         write_lower(indices, out + cut, t, k, k, n, low_bits, nbytes)
+
+
+@unspecific
+def _encode(indices, out, k, n, low_bits, cut, nbytes, WIDTH: tl.constexpr):
+    _write(indices, out, tl.program_id(0).to(tl.int64), k, n, low_bits, cut, nbytes, WIDTH)
+
+
+@unspecific
+def _encode_segments(table, count, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr):
+    own, part = segment(table, count, 8, SEGMENTS)
+    indices = tl.load(own + 1).to(tl.pointer_type(tl.int32))
+    out = tl.load(own + 2).to(tl.pointer_type(tl.uint8))
+    k, n, low_bits = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
+    _write(indices, out, part, k, n, low_bits, tl.load(own + 6), tl.load(own + 7), WIDTH)
 
 
 @kernel
@@ -271,23 +288,34 @@ def _read(table, count, wrongs, stride, READERS: tl.constexpr, WIDTH: tl.constex
 
 
 def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
-    k = indices.numel()
-    if not k:
-        return
+    programs, form = _writers(indices.numel(), n)
+    run(_encode, programs, indices, out, *form, on=indices, WIDTH=_WRITTEN)
+
+
+def elias_fano_encode_all(indices: Sequence[Tensor], ns: Sequence[int], outs: Sequence[Tensor]) -> None:
+    segments = Segments(indices[0])
+    for at, n, out in zip(indices, ns, outs, strict=True):
+        programs, form = _writers(at.numel(), n)
+        segments.add(programs, at.data_ptr(), out.data_ptr(), *form)
+    segments.run(_encode_segments, WIDTH=_WRITTEN)
+
+
+def _writers(k: int, n: int) -> tuple[int, tuple[int, int, int, int, int]]:
+    """Return how many programs write k indices below n; and k, n, the low bits of an index, and the bytes of its upper
+    and of its lower part.
+    """
     low_bits, cut = elias_fano_low_bits(k, n), -(-2 * k // 8)
-    form = k, n, low_bits, cut, -(-k * low_bits // 8)
-    run(_encode, -(-max(form[3:]) // _WRITTEN), indices, out, *form, on=indices, WIDTH=_WRITTEN)
+    nbytes = -(-k * low_bits // 8)
+    return -(-max(cut, nbytes) // _WRITTEN), (k, n, low_bits, cut, nbytes)
 
 
 def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
-    return _decode(payload.view(1, -1), [0], [k], [n])[0].view(-1)
+    return elias_fano_decode_all(payload.view(1, -1), [0], [k], [n])[0].view(-1)
 
 
-def _decode(payloads: Tensor, begins: Sequence[int], ks: Sequence[int], ns: Sequence[int]) -> list[Tensor]:
-    """Run :func:`elias_fano_decode` for several tensors in each row of bytes, from ``begins`` on.
-
-    Returns, for each tensor, the k indices below n of every row: int32 of shape (rows, k).
-    """
+def elias_fano_decode_all(
+    payloads: Tensor, begins: Sequence[int], ks: Sequence[int], ns: Sequence[int]
+) -> list[Tensor]:
     rows, device = payloads.shape[0], payloads.device
     ends = [0]
     for k in ks:

@@ -87,6 +87,7 @@ def encode_topk_all(
     *,
     residuals: Sequence[Tensor] = (),
     decay: float = 1.0,
+    subtract: bool = True,
     least: Tensor | None = None,
 ) -> bool:
     finite = True
@@ -96,7 +97,8 @@ def encode_topk_all(
             finite &= well
             if well:
                 write_payload(at, values, x.numel(), k, out)
-                residual[at] = 0.0 if least is None else torch.nan
+                if subtract:
+                    residual[at] = 0.0 if least is None else torch.nan
             if least is not None:
                 least[number] = values.abs().amin()
         else:

@@ -10,6 +10,8 @@ from narrowband.kernels.reference.common import magnitude_bits, strata
 from narrowband.kernels.selection import sample_rank, sample_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -17,6 +19,7 @@ __all__ = [
     "randomk_indices",
     "select_threshold",
     "select_topk",
+    "select_topk_all",
     "select_topk_rows",
 ]
 
@@ -50,6 +53,10 @@ def select_topk(x: Tensor, k: int, *, sampled: bool = False, seed: int = 0) -> T
             return survivors
         return survivors[_largest(magnitudes[survivors], k)]
     return _largest(magnitudes, k)
+
+
+def select_topk_all(xs: Sequence[Tensor], ks: Sequence[int]) -> list[Tensor]:
+    return [select_topk(x, k) for x, k in zip(xs, ks, strict=True)]
 
 
 def select_topk_rows(x: Tensor, k: int) -> Tensor:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 __all__ = [
     "check_indices",
     "elias_fano_decode",
+    "elias_fano_decode_all",
     "elias_fano_encode",
+    "elias_fano_encode_all",
     "sparse_accumulate",
     "sparse_accumulate_all",
     "sparse_sum",
@@ -84,6 +86,11 @@ def elias_fano_encode(indices: Tensor, n: int, out: Tensor) -> None:
         out[cut + begin : cut + end] = _bits_to_bytes(bits_KL.to(torch.uint8).view(-1))
 
 
+def elias_fano_encode_all(indices: Sequence[Tensor], ns: Sequence[int], outs: Sequence[Tensor]) -> None:
+    for each in zip(indices, ns, outs, strict=True):
+        elias_fano_encode(*each)
+
+
 def elias_fano_decode(payload: Tensor, k: int, n: int) -> Tensor:
     indices = torch.empty(k, dtype=torch.int32, device=payload.device)
     if k == 0:
@@ -132,3 +139,13 @@ def sparse_sum_all(
             out.zero_()
         for indices, value in zip(parts, own, strict=True):
             sparse_accumulate(out, indices, value, weight)
+
+
+def elias_fano_decode_all(
+    payloads: Tensor, begins: Sequence[int], ks: Sequence[int], ns: Sequence[int]
+) -> list[Tensor]:
+    spans = [slice(begin, begin + elias_fano_nbytes(k, n)) for begin, k, n in zip(begins, ks, ns, strict=True)]
+    return [
+        torch.stack([elias_fano_decode(row[span], k, n) for row in payloads])
+        for span, k, n in zip(spans, ks, ns, strict=True)
+    ]
