@@ -84,7 +84,7 @@ def trained(rank, world_size, spec, ahead, bad, options):
             assert not averages.pop().isfinite().all()
         else:
             optimizer.step()
-    return flat(model), residuals(handle), torch.stack(averages), handle.stats().total.skipped, waited
+    return flat(model), residuals(handle), torch.stack(averages), handle.stats().total, waited
 
 
 @leaves_no_trace
@@ -214,17 +214,19 @@ def test_what_a_rank_has_of_a_parameter_waits_while_it_has_no_gradient(spec, ave
 def test_what_the_device_decides_is_what_the_host_would(spec, options, bad):
     ranks = 4 if options is NODES else 3 if "collective" in options else 2
     own, theirs = (run_ranks(trained, ranks, spec, ahead, bad, options) for ahead in (True, False))
-    for (parameters, kept, averages, skipped, waited), (expected, its, others, count, never) in zip(
+    for (parameters, kept, averages, total, waited), (expected, its, others, count, never) in zip(
         own, theirs, strict=True
     ):
         assert torch.equal(parameters, expected)
+        measured = [stats.relative_error for stats in (total, count)]
+        assert measured == [None, None] or measured[0] == pytest.approx(measured[1], rel=1e-6)
         assert torch.equal(averages, others)
         assert kept.keys() == its.keys()
         assert all(torch.equal(kept[name], its[name]) for name in kept)
         if "ef" in spec or "dgc" in spec or "powersgd" in spec:  # without feedback nobody asks
-            assert skipped == count == int(bad)
-        # A step that measures the error asks the host: the first one, if it makes any.
-        assert waited == [spec == "none" or "warmup_steps" in options] + [True] * 5
+            assert total.skipped == count.skipped == int(bad)
+        # Factors' errors are measured on the host: those of the first step, if it makes any.
+        assert waited == ["powersgd" not in spec or "warmup_steps" in options] + [True] * 5
         assert not any(never)
 
 
@@ -291,7 +293,7 @@ def test_averages_of_a_damaged_payload_are_nan_and_the_next_step_raises():
 )
 def test_where_feedback_has_to_know_the_host_waits(spec, options):
     own, theirs = (run_ranks(trained, 2, spec, ahead, True, options) for ahead in (True, False))
-    for (parameters, *_, skipped, waited), (expected, *_, count, _never) in zip(own, theirs, strict=True):
+    for (parameters, *_, total, waited), (expected, *_, count, _never) in zip(own, theirs, strict=True):
         assert torch.equal(parameters, expected)
-        assert skipped == count == 1
+        assert total.skipped == count.skipped == 1
         assert not any(waited)

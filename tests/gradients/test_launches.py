@@ -22,6 +22,7 @@ from narrowband.collectives import Engine, exchange
 from narrowband.gradients.levels import TwoLevelCompression
 from narrowband.kernels import backends
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -75,9 +76,9 @@ class _Transformer(nn.Module):
         return sum(p.sum() for p in self.parameters())
 
 
-def counted(rank, world_size, spec, nodes=None, dtype=torch.float32, collective="auto"):
+def counted(rank, world_size, spec, nodes=None, dtype=torch.float32, collective="auto", measure=False):
     """What a step starts: loops, tables of tensors, operators, waits; once buckets have settled. With ``nodes``, what
-    is done inside a node counts, too.
+    is done inside a node counts, too. With ``measure``, the step measures the error of compression.
     """
     started: Counter[str] = Counter()
     counting = [False]
@@ -118,6 +119,7 @@ def counted(rank, world_size, spec, nodes=None, dtype=torch.float32, collective=
     exchange.ASYNCHRONOUS = {"cpu"}
     backends.PACKAGES["cpu"], steps.AHEAD = "narrowband.kernels.cuda", {"cpu"}
     core.warm_up = warmup.use_all = lambda *_, **__: None
+    core.MEASURE_EVERY = 1 if measure else 50
     model = DistributedDataParallel(_Transformer().to(dtype), bucket_cap_mb=_BUCKET_MB)
     handle = nb.compress_gradients(model, spec, min_numel=1024, nodes=nodes, collective=collective)
     for step in range(4):
@@ -126,6 +128,8 @@ def counted(rank, world_size, spec, nodes=None, dtype=torch.float32, collective=
         counting[0] = step == 3
         model().backward()
     assert len(list(model.parameters())) == 148
+    counting[0] = False
+    assert not measure or len(handle.layer_stats()) == len(handle._errors) == 50
     return dict(started)
 
 
@@ -198,6 +202,28 @@ def test_payloads_as_long_as_the_data_asks_make_the_host_wait_twice_for_each_ten
     """
     (found,) = run_ranks(counted, 1, "threshold:value=0.001+ef", fresh=True)
     assert found["waits"] <= 2 * 50 + 13 + 4, found
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "dtype", "collective"),
+    [
+        ("qsgd:bits=4", 1, torch.float32, "auto"),
+        ("topk:density=0.01,values=int8+ef:store=int8", 1, torch.float32, "auto"),
+        ("dgc:density=0.01,values=fp16,store=int8", 1, torch.float32, "auto"),
+        ("uniform:bits=8+ef21", 1, torch.float32, "auto"),
+        ("topk:density=0.01+ef", 1, torch.bfloat16, "auto"),
+        ("topk:density=0.01+ef", 2, torch.float32, "sparse_reduce"),
+        *thorough(
+            ("uniform:bits=4+ef", 2, torch.float32, "scatter_reduce"),
+            ("topk:density=0.01+ef:store=bf16", 1, torch.float32, "auto"),
+            ("dgc:density=0.01", 1, torch.float32, "auto"),
+            ("fp16+ef", 1, torch.float32, "auto"),
+        ),
+    ],
+)
+def test_a_step_that_measures_the_error_does_not_wait_for_it(spec, ranks, dtype, collective):
+    found, *_ = run_ranks(counted, ranks, spec, None, dtype, collective, True, fresh=True)
+    assert found.get("waits", 0) == (ranks > 1), found  # for ranks to compare what they do
 
 
 #: Spec → the most loops, tables and operators of a step whose elements are added up by two owners.

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.settings import Settings
     from narrowband.averaging.waiting import Waiting
     from narrowband.feedback import Compression
+    from narrowband.feedback.base import Norms
 
 __all__ = ["BROKE_OFF", "Averaging", "is_in_backward"]
 
@@ -360,7 +361,7 @@ class Averaging:
     def _new_step(self) -> Step:
         self._settle()
         self._loan.follow()
-        total, number, start = self._total, self._step, self._settings.warmup_steps
+        number, start = self._step, self._settings.warmup_steps
         compressing = not self._paused and number >= start
         codec = self.compression.codec_at(max(0, number - start), self._epoch) if compressing else Identity()
         facts: Facts = {
@@ -377,7 +378,7 @@ class Averaging:
             number=number,
             codec=codec,
             compressing=compressing,
-            measure=compressing and (total.relative_error is None or number % MEASURE_EVERY == 0),
+            measure=compressing and (number % MEASURE_EVERY == 0 or not self._has_measured),
             seed=self._seed,
             thrown=() if self._waiting is None else self._waiting.thrown(),
             keeps=self._waiting is not None and self._waiting.keeps,
@@ -389,6 +390,11 @@ class Averaging:
             step.zeros_count = True
             step.go_ahead()
         return step
+
+    @property
+    def _has_measured(self) -> bool:
+        """Whether the relative error was measured, even if the host does not know it yet."""
+        return self._total.relative_error is not None or any(one.measures for one in self._unread)
 
     def _zeros_count(self, *, in_backward: bool) -> bool:
         """Whether a gradient of zeros counts as a gradient in the new step, unless it is ``absent``.
@@ -412,9 +418,11 @@ class Averaging:
                     break
                 if one.is_damaged and not one.is_bad:  # a tensor that is not finite may have no valid payload
                     self._engine.post(_raise_damaged)
-                skipped = int(one.is_bad)
-                one.step.skipped += skipped
-                self._total.skipped += skipped
+                if one.is_bad:
+                    one.step.skipped += 1
+                    self._total.skipped += 1
+                else:
+                    self._take_norms(one.step, one.norms)
 
     def _refused(
         self, result: Tensor, future: torch.futures.Future[Tensor], cause: BaseException, *, last: bool
@@ -430,14 +438,23 @@ class Averaging:
         future.set_result(result)
         return future
 
+    def _take_norms(self, step: StepStats, norms: Mapping[str, tuple[float, float]]) -> None:
+        """Take the squared norms that a step has measured, of what was encoded and of what was lost, by layer."""
+        encoded = sum(own for own, _ in norms.values())
+        if norms and math.isfinite(encoded):
+            step.relative_error = sum(lost for _, lost in norms.values()) / encoded if encoded else 0.0
+            self._total.relative_error = step.relative_error
+        self._errors.update({key: lost / own if own else 0.0 for key, (own, lost) in norms.items()})
+
     def _finished(
-        self, step: StepStats, sent: Mapping[str, int], errors: Mapping[str, float], findings: Findings | None
+        self, step: StepStats, sent: Mapping[str, int], norms: Mapping[str, Norms], findings: Findings | None
     ) -> None:
         with self._lock:
             if findings is not None:
-                self._unread.append(_Unread(step, findings))
+                self._unread.append(_Unread(step, findings, norms))
+            else:
+                self._take_norms(step, {key: (float(own.encoded), float(own.lost)) for key, own in norms.items()})
             self._sent.update(sent)
-            self._errors.update(errors)
             self._step += 1
             self._open_step = None
             self._last = step
@@ -495,15 +512,30 @@ class _Unread:
     Args:
         step: the step's statistics. They are in the totals already, except for what the findings add (``skipped``).
         findings: the step's findings on the device.
+        norms: the norms that the step has measured, by layer.
     """
 
-    def __init__(self, step: StepStats, findings: Findings) -> None:
-        self.step = step
-        self._late = Late(findings.places)
+    def __init__(self, step: StepStats, findings: Findings, norms: Mapping[str, Norms]) -> None:
+        self.step, self._keys = step, [*norms]
+        device = findings.places.device
+        numbers = [torch.as_tensor(x, dtype=torch.float64, device=device) for own in norms.values() for x in own]
+        self._late, self._norms = Late(findings.places), Late(torch.stack(numbers)) if numbers else None
 
     def has_arrived(self, *, wait: bool) -> bool:
         """Whether the values have arrived on the host."""
-        return wait or self._late.has_arrived()
+        late = self._late if self._norms is None else self._norms  # which was copied behind the other
+        return wait or late.has_arrived()
+
+    @property
+    def measures(self) -> bool:
+        """Whether the step has measured the relative error."""
+        return bool(self._keys)
+
+    @property
+    def norms(self) -> dict[str, tuple[float, float]]:
+        """Squared norms of what was encoded and of what was lost, by layer."""
+        numbers = iter(() if self._norms is None else self._norms.values())
+        return dict(zip(self._keys, zip(numbers, numbers, strict=True), strict=True))
 
     @property
     def is_bad(self) -> bool:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from narrowband.averaging.loss_scale import LossScale, Scaled
     from narrowband.codecs import Shape
     from narrowband.collectives import Engine, Job, Peers
+    from narrowband.feedback.base import Norms
 
 __all__ = ["ADVICE", "Group", "Parts", "Step", "fill_with_nan"]
 
@@ -151,7 +152,7 @@ class Step:
         keeps: whether averages of this step may be thrown away, too, so that what feedback holds now is kept.
         facts: what this rank is about to do, to compare with other ranks.
         finished: called when all averages have been written, before any future is resolved. Its arguments: statistics
-            of the step, bytes by layer, relative errors by layer (if measured), and the device's findings (or None).
+            of the step, bytes by layer, norms by layer (if measured), and the device's findings (or None).
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Step:
         thrown: Sequence[str],
         keeps: bool,
         facts: Facts,
-        finished: Callable[[StepStats, Mapping[str, int], Mapping[str, float], Findings | None], None],
+        finished: Callable[[StepStats, Mapping[str, int], Mapping[str, Norms], Findings | None], None],
     ) -> None:
         self._parts = parts
         self._layers, self._peers, self._engine = parts.layers, parts.peers, parts.engine
@@ -216,11 +217,13 @@ class Step:
     def go_ahead(self) -> None:
         """Let the device decide whether the step is committed, if possible. Call before the first :meth:`add`.
 
-        Not possible if the relative error is measured, nor with feedback that needs the decision on the host
-        (``goes_ahead`` of :class:`~narrowband.averaging.layers.Layers`).
+        Not possible with feedback that needs the decision on the host (``goes_ahead`` of
+        :class:`~narrowband.averaging.layers.Layers`), nor in a step that measures the relative error, if a collective
+        needs the norms on the host.
         """
-        device, measures = self._layers.parameters.device, self._measure and not self._layers.exact
-        self._goes_ahead = device.type in AHEAD and not measures and self._layers.goes_ahead
+        device, layers = self._layers.parameters.device, self._layers
+        measures = self._measure and not layers.exact and not all(kind.measures_late for kind in layers.collectives)
+        self._goes_ahead = device.type in AHEAD and not measures and layers.goes_ahead
 
     def add(self, group: Group, *, last: bool) -> None:
         """Start averaging a complete group of tensors."""
@@ -535,12 +538,8 @@ class Step:
         stats.wire_s = self._engine.wire_seconds - self._wire_before
         now = time.perf_counter()
         stats.waiting_s, stats.exchange_s = now - self.closed_at, now - self.opened_at
-        norms = [item for exchange in self._exchanges for item in exchange.norms.items()]
-        encoded = sum(n.encoded for _, n in norms)
-        if norms and math.isfinite(encoded):
-            stats.relative_error = sum(n.lost for _, n in norms) / encoded if encoded else 0.0
-        errors = {key: n.lost / n.encoded if n.encoded else 0.0 for key, n in norms}
-        self._finished(stats, self._sent, errors, self.findings)
+        norms = {key: own for exchange in self._exchanges for key, own in exchange.norms.items()}
+        self._finished(stats, self._sent, norms, self.findings)
 
     def abandon(self, error: BaseException) -> None:
         """Roll feedback back after the engine broke."""

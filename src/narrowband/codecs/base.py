@@ -93,6 +93,16 @@ def squared_norms(xs: Iterable[Tensor]) -> list[float]:
     return [sum(squares[begin:end], start=0.0) for begin, end in itertools.pairwise(ends)]
 
 
+def squared_norm_late(x: Tensor) -> float | Tensor:
+    """Return :func:`squared_norm`; on a device that notes :class:`~narrowband.kernels.Findings`, return one float64
+    there, so that the host does not wait.
+    """
+    if kernels.answers(x.device):
+        return squared_norm(x)
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in torch.split(x.reshape(-1), 1 << 20)]
+    return torch.stack(norms).square_().sum()
+
+
 class Codec(ABC):
     """How a tensor is encoded before it is sent, and decoded after.
 

@@ -39,6 +39,7 @@ class AllGather(Exchange):
     name: ClassVar[str] = "all_gather"
     decided_by_encoding: ClassVar[bool] = True
     asks_late: ClassVar[bool] = True
+    measures_late: ClassVar[bool] = True
 
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:

@@ -35,6 +35,7 @@ class AllReduce(Exchange):
     """Average by all-reduce of payloads; see the module."""
 
     name: ClassVar[str] = "all_reduce"
+    measures_late: ClassVar[bool] = True
 
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:

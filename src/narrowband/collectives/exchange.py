@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from narrowband import kernels
-from narrowband.codecs.base import dims, squared_norm
+from narrowband.codecs.base import dims, squared_norm_late
 from narrowband.collectives.traffic import shares_of
 from narrowband.feedback.base import Encoded, Norms
 from narrowband.kernels import Findings
@@ -147,6 +147,8 @@ class Exchange(ABC):
 
     #: Whether it can encode all tensors of a call before it learns whether they are finite.
     asks_late: ClassVar[bool] = False
+    #: Whether it can measure the error of compression where the device decides; see :attr:`findings`.
+    measures_late: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -208,7 +210,8 @@ class Exchange(ABC):
         self.decode_seconds = 0.0
         #: Valid after the job: whether every rank's tensors were finite.
         self.finite = True
-        #: Operand key → norms, valid after :meth:`deliver` if ``measure``. Operands that took no part have none.
+        #: Operand key → norms, valid after :meth:`deliver` if ``measure``. Operands that took no part have none. Where
+        #: the device decides, they are on the device, and count only if the step does.
         self.norms: dict[str, Norms] = {}
         self._payloads: list[Tensor] = []  # this rank's payloads, one per operand
         self._locally_finite = True
@@ -305,7 +308,8 @@ class Exchange(ABC):
             codec, feedback = self._codec(some[0]), None if some[0].key in self._zeros else some[0].feedback
             several: dict[str, Any] = {"seeds": [each.seed_of(self.peers.rank) for each in some], "outs": outs}
             xs, wide = [each.x for each in some], some[0].x.dtype == torch.float32
-            if feedback is not None and wide and feedback.encodes_all(codec):
+            together = feedback is not None and wide and feedback.encodes_all(codec)
+            if feedback is not None and together and not (self.measure and self.delivers_all):
                 for each in some:
                     self._claim(each)
                 encode = feedback.encode_all if self.delivers_all else feedback.encode_for_arrivals
@@ -377,7 +381,6 @@ class Exchange(ABC):
             self._decide_ahead(self.findings.place(Findings.ANY))
             return
         for operand, payload in zip(self.operands, self._payloads, strict=False):
-            seed = operand.seed_of(self.peers.rank)
             if operand.compensated:
                 assert operand.feedback is not None
                 if not good:
@@ -386,11 +389,15 @@ class Exchange(ABC):
                 elif not operand.committed:
                     self._commit(operand, payload)
             elif self.measure and good:
-                lost = operand.x.float().clone()
-                before = squared_norm(lost)
-                sent = torch.empty(dims(operand.shape), dtype=operand.dtype, device=lost.device)
-                lost.sub_(self._codec(operand).decode(payload, sent, seed=seed).view(-1))
-                self.norms[operand.key] = Norms(before, squared_norm(lost))
+                self.norms[operand.key] = self._measured(operand, payload)
+
+    def _measured(self, operand: Operand, payload: Tensor) -> Norms:
+        """Return the norms of an operand that was encoded without feedback, and of what its payload lacks."""
+        lost, seed = operand.x.float().clone(), operand.seed_of(self.peers.rank)
+        before = squared_norm_late(lost)
+        sent = torch.empty(dims(operand.shape), dtype=operand.dtype, device=lost.device)
+        lost.sub_(self._codec(operand).decode(payload, sent, seed=seed).view(-1))
+        return Norms(before, squared_norm_late(lost))
 
     def _decide_ahead(self, bad: Tensor) -> None:
         """Roll feedback back that is already committed, and commit the rest, as ``bad``, on the device, says of the
@@ -405,12 +412,16 @@ class Exchange(ABC):
                 sent = Encoded(operand.key, operand.x, self._codec(operand), payload, operand.shape, seed)
                 states[id(state)] = state
                 by_state.setdefault((id(state), state.can_roll_back(operand.x)), []).append(sent)
+            elif self.measure:
+                with self._noting(Findings.ANY):
+                    self.norms[operand.key] = self._measured(operand, payload)
         for (at, returns), some in by_state.items():
             with self._noting(Findings.ANY):
                 if returns:
                     states[at].roll_back_if(bad, [each.key for each in some], [each.x for each in some])
                 else:
-                    states[at].commit_unless(bad, some)
+                    norms = states[at].commit_unless(bad, some, measure=self.measure)
+                    self.norms.update(zip((each.key for each in some), norms, strict=False))
 
     def _commit(self, operand: Operand, payload: Tensor) -> None:
         assert operand.feedback is not None

@@ -57,6 +57,7 @@ class ScatterReduce(Exchange):
     name: ClassVar[str] = "scatter_reduce"
     overhead_nbytes: ClassVar[int] = 1 << 16  # 0.5 ms at 1 Gbit/s
     has_owners: ClassVar[bool] = True
+    measures_late: ClassVar[bool] = True
 
     @staticmethod
     def traffic_nbytes(nbytes: int, size: int) -> int:

@@ -76,6 +76,7 @@ class SparseReduce(Exchange):
     name: ClassVar[str] = "sparse_reduce"
     overhead_nbytes: ClassVar[int] = 1 << 16
     asks_late: ClassVar[bool] = True
+    measures_late: ClassVar[bool] = True
     delivers_all: ClassVar[bool] = False
     #: An all-gather delivers everything that was sent, so it is preferred up to twice the traffic.
     handicap: ClassVar[float] = 2.0
@@ -272,7 +273,8 @@ class SparseReduce(Exchange):
                 keys, xs = zip(*((self.operands[at].key, self.operands[at].x) for at in some), strict=True)
                 feedback = self.operands[own[0]].feedback
                 assert feedback is not None
-                norms = feedback.commit_arrived(keys, xs, self._arrivals.of(some), bad=bad, measure=self.measure)
+                with self._noting(Findings.ANY):
+                    norms = feedback.commit_arrived(keys, xs, self._arrivals.of(some), bad=bad, measure=self.measure)
                 self.norms.update(zip(keys, norms, strict=False))
 
     def _write(self, good: bool) -> None:

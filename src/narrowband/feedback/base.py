@@ -22,10 +22,14 @@ __all__ = ["Feedback", "Layout", "Norms", "SampleState", "State", "check_saved"]
 
 
 class Norms(NamedTuple):
-    """Squared norms of a tensor and of its difference from the decoded payload. Their ratio is the relative error."""
+    """Squared norms of a tensor and of its difference from the decoded payload. Their ratio is the relative error.
 
-    encoded: float
-    lost: float
+    They are numbers, or one float64 each on a device for which the host does not wait
+    (:func:`~narrowband.codecs.base.squared_norm_late`).
+    """
+
+    encoded: float | Tensor
+    lost: float | Tensor
 
 
 class Layout(NamedTuple):
@@ -414,8 +418,12 @@ class Feedback(State):
         """Do :meth:`roll_back` for several tensors, if ``bad``, one int32 on their device, is not zero."""
         raise TypeError(f"{self.name} cannot roll back on the device; the host must know whether a step is good")
 
-    def commit_unless(self, bad: Tensor, sent: Sequence[Encoded]) -> None:
-        """Do :meth:`commit` for several tensors, unless ``bad``, one int32 on their device, is not zero."""
+    def commit_unless(self, bad: Tensor, sent: Sequence[Encoded], *, measure: bool = False) -> list[Norms]:
+        """Do :meth:`commit` for several tensors, unless ``bad``, one int32 on their device, is not zero.
+
+        Returns:
+            With ``measure``, the norms of each; otherwise none.
+        """
         raise TypeError(f"{self.name} cannot commit on the device; the host must know whether a step is good")
 
     def encodes_all(self, codec: Codec) -> bool:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs import SelectingCodec, TopK, format_term
-from narrowband.codecs.base import dims, squared_norm
+from narrowband.codecs.base import dims, squared_norm_late
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms, check_saved
 from narrowband.feedback.kept import Kept, keep_all, read_all
@@ -67,6 +67,12 @@ _FP16_MAX = torch.finfo(torch.float16).max
 _UNCOMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
+def _subtract_from(minuends: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """``x = minuend − x`` for several tensors, without memory for another copy of them."""
+    torch._foreach_neg_(list(xs))
+    torch._foreach_add_(list(xs), list(minuends))
+
+
 @dataclass(eq=False)
 class _Sent:
     """What a step in progress has done to one tensor, to be committed or undone."""
@@ -81,7 +87,7 @@ class _Sent:
     #: The older sum as it was at the elements sent, once the commit has set it to zero there: (sum, values).
     forgotten: tuple[Tensor, Tensor] | None = None
     #: Returns the dot product of the sent values and their rounding errors, in units of what is sent.
-    overlap: Callable[[], float] = float
+    overlap: Callable[[], float | Tensor] = float
 
 
 @dataclass(unsafe_hash=True)
@@ -337,18 +343,23 @@ class DGC(Feedback):
         if self.store == "fp32":
             return [self._now[key] for key in keys], [self._before[key] for key in keys]
         states = read_all([kept for pair in zip(*(self._kept[key] for key in keys), strict=True) for kept in pair])
-        nows = states[: len(keys)]
-        return nows, list(torch._foreach_sub(nows, states[len(keys) :]))
+        nows, befores = states[: len(keys)], states[len(keys) :]
+        _subtract_from(nows, befores)
+        return nows, befores
 
     def _close_all(
         self, keys: Sequence[str], xs: Sequence[Tensor], nows: Sequence[Tensor], befores: Sequence[Tensor]
     ) -> None:
-        """Store the sums of several tensors, of whose former ones the gradients' memory then holds the bytes."""
+        """Store the sums of several tensors, of whose former ones the gradients' memory then holds the bytes.
+
+        The memory of ``befores`` is overwritten.
+        """
         kepts = [kept for pair in zip(*(self._kept[key] for key in keys), strict=True) for kept in pair]
         memories = [self._memory(key, x) for key, x in zip(keys, xs, strict=True)]
+        _subtract_from(nows, befores)
         keep_all(
             kepts,
-            [*nows, *torch._foreach_sub(list(nows), list(befores))],
+            [*nows, *befores],
             seeds=[mark ^ self._seeds[key] for mark in (_OF_SUMS, _OF_VELOCITIES) for key in keys],
             formers=[memory for pair in zip(*memories, strict=True) for memory in pair],
         )
@@ -423,7 +434,7 @@ class DGC(Feedback):
             self._hints[key] = hint
 
         own.commit = commit
-        own.overlap = lambda: 0.0 if left is None else float(torch.dot(arrives, left)) / unit
+        own.overlap = lambda: 0.0 if left is None else torch.dot(arrives, left).double() / unit
         if not finite:
             nbytes = codec.payload_nbytes(shape, torch.float32)
             return False, out if out is not None else torch.zeros(nbytes, dtype=torch.uint8, device=x.device)
@@ -484,8 +495,10 @@ class DGC(Feedback):
             del self._sent[key]  # decided: free the sums of the step before
         if not measure or at is None:
             return None
-        lost = squared_norm(self._residual(key)) / unit**2
-        arrived = squared_norm(codec.decode(payload, torch.empty(dims(shape), dtype=torch.float32, device=x.device)))
+        lost = squared_norm_late(self._residual(key)) / unit**2
+        arrived = squared_norm_late(
+            codec.decode(payload, torch.empty(dims(shape), dtype=torch.float32, device=x.device))
+        )
         return Norms(lost + arrived + 2.0 * overlap(), lost)
 
     def _commit(self, key: str, x: Tensor, arrived: Tensor | None = None) -> None:
@@ -524,8 +537,8 @@ class DGC(Feedback):
             if not self.can_roll_back(x):
                 del self._sent[key]
             if measure:
-                lost = squared_norm(self._residual(key)) / unit**2
-                norms.append(Norms(lost + squared_norm(values), lost))
+                lost = squared_norm_late(self._residual(key)) / unit**2
+                norms.append(Norms(lost + squared_norm_late(values), lost))
         return norms
 
     def _residual(self, key: str) -> Tensor:

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from narrowband import kernels
 from narrowband.codecs import SelectingCodec, TopK
-from narrowband.codecs.base import dims, numel_of, squared_norm
+from narrowband.codecs.base import dims, numel_of, squared_norm_late
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms
 from narrowband.feedback.kept import Kept, Store, keep_all, read_all
@@ -255,12 +255,12 @@ class ErrorFeedback(Feedback):
         residual = self._opened(key)
         if x.dtype != torch.float32:
             residual.mul_(self.decay).add_(x)
-        before = squared_norm(residual) if measure else 0.0
+        before = squared_norm_late(residual) if measure else 0.0
         if x.dtype != torch.float32 and codec.exact:
             residual.sub_(codec.decode(payload, torch.empty_like(x), seed=seed))
         else:
             codec.decode(payload, residual.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
-        norms = Norms(before, squared_norm(residual)) if measure else None
+        norms = Norms(before, squared_norm_late(residual)) if measure else None
         if x.dtype == torch.float32:
             self._save(key, x)
         if x.dtype == torch.float32 and self._keeps_in_one_pass(codec, shape):
@@ -295,7 +295,7 @@ class ErrorFeedback(Feedback):
         if not wide:
             torch._foreach_mul_(residuals, self.decay)
             torch._foreach_add_(residuals, list(xs))
-        before = [squared_norm(residual) for residual in residuals] if measure else []
+        before = [squared_norm_late(residual) for residual in residuals] if measure else []
         arrivals.subtract_from(residuals)
         if bad is not None and wide and self.store != "fp32":
             kepts, memories = [self._kept[key] for key in keys], [*map(self._memory, keys, xs)]
@@ -309,7 +309,7 @@ class ErrorFeedback(Feedback):
             self.roll_back_if(bad, keys, xs)
         elif bad is not None:
             kernels.restore_all_if(bad, [own for own, _ in formers], [former for _, former in formers])
-        after = [squared_norm(residual) for residual in residuals] if measure else []
+        after = [squared_norm_late(residual) for residual in residuals] if measure else []
         return [Norms(*pair) for pair in zip(before, after, strict=True)]
 
     def can_roll_back(self, x: Tensor) -> bool:
@@ -354,11 +354,15 @@ class ErrorFeedback(Feedback):
     def goes_ahead_in_16(self) -> bool:
         return self.goes_ahead
 
-    def commit_unless(self, bad: Tensor, sent: Sequence[Encoded]) -> None:
+    def commit_unless(self, bad: Tensor, sent: Sequence[Encoded], *, measure: bool = False) -> list[Norms]:
+        found = []
         for each in sent:
             pairs = self._copied(each.key)
-            self.commit(each.key, each.x, each.codec, each.payload, shape=each.shape, seed=each.seed)
+            shape, seed = each.shape, each.seed
+            norms = self.commit(each.key, each.x, each.codec, each.payload, shape=shape, seed=seed, measure=measure)
+            found += [] if norms is None else [norms]
             kernels.restore_all_if(bad, [own for own, _ in pairs], [former for _, former in pairs])
+        return found
 
     def _copied(self, key: str) -> list[tuple[Tensor, Tensor]]:
         """Return the memory of a residual as it is stored, in two parts at most, each with a copy."""

@@ -24,15 +24,14 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs.base import dims, squared_norm
+from narrowband.codecs.base import dims, squared_norm_late
 from narrowband.errors import UnsupportedError
-from narrowband.feedback.base import Feedback, Norms
+from narrowband.feedback.base import Encoded, Feedback, Norms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from narrowband.codecs import Codec, Shape
-    from narrowband.feedback.base import Encoded
 
 __all__ = ["EF21"]
 
@@ -109,14 +108,19 @@ class EF21(Feedback):
     def commit(
         self, key: str, x: Tensor, codec: Codec, payload: Tensor, *, shape: Shape, seed: int, measure: bool = False
     ) -> Norms | None:
-        g, norms = self._sent_references[key], None
-        if measure:
-            change = x if x.dtype == torch.float32 else x.float().sub_(g)
-            before = squared_norm(change)
-            codec.decode(payload, change.view(dims(shape)), seed=seed, weight=-1.0, accumulate=True)
-            norms = Norms(before, squared_norm(change))
+        g = self._sent_references[key]
+        norms = self._measured(Encoded(key, x, codec, payload, shape, seed)) if measure else None
         codec.decode(payload, g.view(dims(shape)), seed=seed, accumulate=True)
         return norms
+
+    def _measured(self, sent: Encoded) -> Norms:
+        """Return the norms of a change and of what its payload lacks. The tensor's memory may be overwritten."""
+        x = sent.x
+        change = x if x.dtype == torch.float32 else x.float().sub_(self._sent_references[sent.key])
+        before = squared_norm_late(change)
+        lost = change.view(dims(sent.shape))
+        sent.codec.decode(sent.payload, lost, seed=sent.seed, weight=-1.0, accumulate=True)
+        return Norms(before, squared_norm_late(change))
 
     def roll_back(self, key: str, x: Tensor) -> None:
         """Nothing to do: g changes only in :meth:`commit`."""
@@ -125,7 +129,8 @@ class EF21(Feedback):
     def goes_ahead(self) -> bool:
         return True
 
-    def commit_unless(self, bad: Tensor, sent: Sequence[Encoded]) -> None:
+    def commit_unless(self, bad: Tensor, sent: Sequence[Encoded], *, measure: bool = False) -> list[Norms]:
+        norms = [self._measured(each) for each in sent] if measure else []
         references, xs = [self._sent_references[each.key] for each in sent], [each.x for each in sent]
         torch._foreach_copy_(xs, references)
         for codec in dict.fromkeys(each.codec for each in sent):
@@ -140,6 +145,7 @@ class EF21(Feedback):
                 accumulate=True,
             )
         kernels.restore_all_if(bad, references, xs)
+        return norms
 
     def encodes_all(self, codec: Codec) -> bool:
         return codec.encodes_several

@@ -42,7 +42,7 @@ from narrowband.kernels.compensation import (
     restore_all_if,
     take_difference,
 )
-from narrowband.kernels.findings import Findings, Late, holds
+from narrowband.kernels.findings import Findings, Late, answers, holds
 from narrowband.kernels.fixed import fixed_decode, fixed_dequantize, fixed_quantize, fixed_sum
 from narrowband.kernels.kept import compensate_kept, take_former, take_former_all_if
 from narrowband.kernels.knapsack import cheapest_within
@@ -134,6 +134,7 @@ __all__ = [
     "all_finite",
     "all_zero",
     "all_zero_each",
+    "answers",
     "apply_mask",
     "backend_for",
     "centred_steps",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Findings", "Late", "holds", "open_place", "refuse_if"]
+__all__ = ["Findings", "Late", "answers", "holds", "open_place", "refuse_if"]
 
 _open = threading.local()
 
@@ -95,7 +95,7 @@ class Late:
     """Numbers on their way from a device to the host, which reads them later and meanwhile goes on.
 
     Args:
-        places: int32 on the device. Later changes of it have no effect.
+        places: the numbers on the device. Later changes of it have no effect.
 
     Example:
         >>> late = Late(torch.tensor([0, 1], dtype=torch.int32))
@@ -117,11 +117,11 @@ class Late:
         """Whether :meth:`values` returns at once."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def values(self) -> list[int]:
+    def values(self) -> list[Any]:
         """Return the numbers. Waits until the device has finished what it was given before them."""
         if self._event is not None:
             self._event.synchronize()
-        return [int(number) for number in self._numbers]
+        return cast("list[Any]", self._numbers.tolist())
 
 
 def holds(ok: Tensor) -> bool:
@@ -137,6 +137,11 @@ def open_place(device: torch.device) -> Tensor | None:
     """Return where loops note non-finite data on this device; None if the host waits for the answer instead."""
     found: tuple[Findings, int] | None = getattr(_open, "findings", None)
     return found[0].place(found[1]) if found is not None and found[0].places.device == device else None
+
+
+def answers(device: torch.device) -> bool:
+    """Whether loops on this device answer the host, rather than note what they find."""
+    return open_place(device) is None
 
 
 def refuse_if(damaged: Tensor, message: str) -> None:
