@@ -288,6 +288,7 @@ def test_averages_of_a_damaged_payload_are_nan_and_the_next_step_raises():
     [
         ("uniform:bits=4+ef:store=cpu", {}),
         ("dgc:density=0.1", SUMMED),
+        ("topk:density=0.1+ef-mixed", SUMMED),
         ("topk:density=0.1,select=sampled+ef", SUMMED),
     ],
 )

@@ -412,7 +412,7 @@ class ErrorFeedback(Feedback):
 
     @property
     def commits_arrivals_ahead(self) -> bool:
-        return self.goes_ahead and _has(type(self), "commit_arrived", "encode_for_arrivals")
+        return self.goes_ahead and _has(type(self), "_encode", "commit_arrived", "encode_for_arrivals")
 
     def encode_for_arrivals(
         self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]

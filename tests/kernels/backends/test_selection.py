@@ -31,6 +31,15 @@ from tests.kernels.backends.common import (
 from tests.thorough import examples
 
 
+@pytest.mark.parametrize("kind", ["normal", "few-levels", "nan", "zeros"])
+def test_selections_of_several_tensors(kind: str) -> None:
+    """Some fit into a program of Triton's, some do not; of one, nothing is selected."""
+    xs, ks = [make(kind, n, n) for n in (900, 17_000, 64, 20_000, 1)], [30, 100, 0, 5000, 1]
+    found = on_all("select_topk_all", xs, ks)
+    assert [at.numel() for at in found] == ks
+    assert all(torch.equal(at, reference.select_topk(x, k)) for at, x, k in zip(found, xs, ks, strict=True))
+
+
 @given(x=inputs, share=st.floats(0, 1), sampled=st.booleans(), seed=seeds)
 @settings(max_examples=examples(200), deadline=None)
 def test_select_topk(x: Tensor, share: float, sampled: bool, seed: int) -> None:

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from narrowband import kernels
 from narrowband.errors import PayloadError
 from narrowband.kernels.cpu.sparse import CACHED
-from tests.kernels.backends.common import BACKENDS, NAMES, assert_all_same, assert_same, backends_for, on_all
+from tests.kernels.backends.common import (
+    BACKENDS,
+    NAMES,
+    assert_all_same,
+    assert_same,
+    back,
+    backends_for,
+    on_all,
+    place,
+)
 from tests.kernels.tables import cpu, reference
 
 if TYPE_CHECKING:
@@ -225,3 +234,48 @@ def test_what_is_damaged_keeps_to_the_tensor_before_anyone_is_told(n: int, k: in
     except PayloadError as error:
         expected = (True, str(error))
     assert told[0] == expected
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_indices_of_several_lists(rows: int) -> None:
+    """Of one list there are none."""
+    ks, ns = [100, 0, 1300, 7], [5000, 30, 1300, 2**31 - 1]
+    sizes = [kernels.elias_fano_nbytes(k, n) for k, n in zip(ks, ns, strict=True)]
+    begins = np.cumsum([3, *sizes])[:-1].tolist()
+    results = []
+    for backend in BACKENDS:
+        payloads = place(backend, torch.full((rows, 3 + sum(sizes)), 7, dtype=torch.uint8))
+        for row in range(rows):
+            lists = [reference.randomk_indices(n, k, row, torch.device("cpu")) for k, n in zip(ks, ns, strict=True)]
+            outs = [payloads[row, begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+            backend.elias_fano_encode_all(place(backend, lists), ns, outs)
+        results.append(back((payloads, *backend.elias_fano_decode_all(payloads, begins, ks, ns))))
+    for part in zip(*results, strict=True):
+        assert_all_same(list(part))
+    for found, k, n in zip(results[0][1:], ks, ns, strict=True):
+        assert found.shape == (rows, k)
+        for row in range(rows):
+            assert torch.equal(found[row], reference.randomk_indices(n, k, row, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_payloads_of_several_sums_that_stay_whole(finite: bool) -> None:
+    ns, ks = [900, 17_000], [30, 200]
+    results = []
+    for backend in BACKENDS:
+        xs, residuals = ([make("normal", n, n + at) for n in ns] for at in (0, 1))
+        if not finite:
+            xs[1][5] = torch.inf
+        sizes = [4 * k + -(-kernels.elias_fano_nbytes(k, n) // 4) * 4 for k, n in zip(ks, ns, strict=True)]
+        outs = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        given_tensors = [place(backend, part) for part in (xs, outs, residuals)]
+        well = backend.encode_topk_all(
+            given_tensors[0], ks, given_tensors[1], residuals=given_tensors[2], decay=0.9, subtract=False
+        )
+        assert well == finite
+        results.append(back(given_tensors))
+    for held, x, old in zip(results[0][2], xs, residuals, strict=True):  # with what was selected
+        torch.testing.assert_close(held, 0.9 * old + x)
+    for part in zip(*results, strict=True):
+        for same in zip(*part, strict=True):
+            assert_all_same(list(same))
