@@ -109,6 +109,7 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_started", {})
     monkeypatch.setattr(torch.cuda, "device_of", lambda _: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     driver = SimpleNamespace(get_current_stream=lambda device: 17 + device)
     monkeypatch.setattr(launching.triton.runtime.driver, "_active", driver)
 
@@ -196,6 +197,70 @@ def test_a_profiler_sees_launches_that_are_remembered(monkeypatch: pytest.Monkey
             launch(_There(0), (x,))  # type: ignore[arg-type]
     assert loop.seen == 2 * [((7, 1, 1), (x.data_ptr(), 48, 1))]
     assert len(loop.again) == 1
+
+
+class _Launcher:
+    """A launcher as Triton's, with or without memory that the loop needs besides its arguments."""
+
+    def __init__(self, scratch: int = 0) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.asked, self._scratch = 0, scratch
+        self.launch = lambda *given: self.launched.append(given)
+
+    def __call__(
+        self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, about: Any, enter: Any, leave: Any,
+        *arguments: Any,
+    ) -> None:  # fmt: skip
+        self.asked += 1
+        scratch = torch.empty(x * y * z * self._scratch) if self._scratch else None
+        self.launch(x, y, z, stream, function, False, metadata, about, enter, leave, scratch, b"kinds", arguments)
+
+
+class _Spread(_Launcher):
+    """One that calls the C function otherwise."""
+
+    def __call__(self, *given: Any) -> None:
+        self.asked += 1
+        self.launch(*given)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "is_direct"), [(_Launcher(), True), (_Launcher(scratch=4), False), (_Spread(), False)]
+)
+@pytest.mark.usefixtures("_a_gpu")
+def test_of_a_launcher_that_always_does_the_same_only_the_c_function_is_called(
+    launcher: _Launcher, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, x = _Recorded("x", "n", "A"), torch.zeros(100)
+    monkeypatch.setattr(_Recorded._Compiled, "run", launcher)
+    launch = launching.Launch(loop, 7, (48,), A=1)
+    launch(_There(0), (x,))  # type: ignore[arg-type]
+    launcher.asked = 0
+    launcher.launched.clear()
+    for _ in range(3):
+        launch(_There(0), (x,))  # type: ignore[arg-type]
+    assert launcher.asked == (0 if is_direct else 3)
+    between = 1234, False, ("metadata",), None, None, None, None, b"kinds"
+    if is_direct:
+        assert launcher.launched == 3 * [(7, 1, 1, 17, *between, (x.data_ptr(), 48, 1))]
+    assert len(launcher.launched) == 3
+
+
+@pytest.mark.usefixtures("_a_gpu")
+def test_the_launcher_of_this_triton_always_does_the_same() -> None:
+    """Otherwise every launch takes the host twice as long as it has to."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    launcher = object.__new__(driver.CudaLauncher)
+    vars(launcher).update(dict.fromkeys(("launch_cooperative_grid", "launch_pdl", "gsan_enabled"), False))
+    vars(launcher).update(dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0))
+    vars(launcher).update(global_scratch_align=1, profile_scratch_align=1, num_ctas=1, launch=print)
+    vars(launcher).update(arg_annotations=("any",), kernel_signature=b"kinds")
+    found = launching._direct(launcher, 1234, (4, 1, 0), 5)
+    if hasattr(driver, "make_kernel_signature"):
+        assert found is not None
+        assert found[0] is print
+        assert found[1][0] == 1234
+        assert (4, 1, 0) in found[1]
 
 
 class _Stream:

@@ -2,8 +2,8 @@
 
 At every launch, Triton inspects all arguments and looks up the machine code by a text that describes them: tens of µs
 of Python for a loop that may take the GPU 5 µs. Here, compiled loops are stored by what their machine code depends on,
-and launched again from there. Where all but the tensors and a seed is known before, :class:`Launch` does not even ask
-what that is.
+and launched again from there, by the C function that Triton's launcher ends in (:func:`_direct`). Where all but the
+tensors and a seed is known before, :class:`Launch` does not even ask what the machine code depends on.
 
 Tables for launches over several tensors go to the GPU through memory that is allocated once (:class:`_Stage`), because
 allocating new pinned memory costs as much as the launch.
@@ -11,6 +11,7 @@ allocating new pinned memory costs as much as the launch.
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import threading
@@ -33,7 +34,12 @@ kernel: Any = triton.jit(do_not_specialize=["folded"])
 
 
 class _Started(NamedTuple):
-    """A loop that was started, and the constants that Triton's launcher takes behind the arguments."""
+    """A loop that was started, and the constants that Triton's launcher takes behind the arguments.
+
+    Attributes:
+        direct: the C function that Triton's launcher ends in, and what the launcher gives it between the stream and the
+            arguments; see :func:`_direct`. None: only the launcher itself can be called.
+    """
 
     compiled: Any
     run: Any
@@ -41,6 +47,7 @@ class _Started(NamedTuple):
     function: Any
     metadata: Any
     constants: tuple[Any, ...]
+    direct: tuple[Any, tuple[Any, ...]] | None
 
 
 #: What was started before. The keys are what the machine code depends on.
@@ -81,21 +88,56 @@ def start(
         return found
     compiled = loop[(programs,)](*arguments, **constants, enable_fp_fusion=False)
     rest = tuple(constants[parameter.name] for parameter in loop.params[len(arguments) :])
+    function, metadata = compiled.function, compiled.packed_metadata
     found = _started[key] = _Started(
-        compiled, compiled.run, triton.runtime.driver.active.get_current_stream, compiled.function,
-        compiled.packed_metadata, rest,
+        compiled, compiled.run, triton.runtime.driver.active.get_current_stream, function, metadata, rest,
+        _direct(compiled.run, function, metadata, len(arguments) + len(rest)),
     )  # fmt: skip
     return found
 
 
+def _direct(launcher: Any, function: Any, metadata: Any, count: int) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the C function that a launcher of Triton ends in, and what it gives that between stream and arguments.
+
+    A launcher asks for scratch memory and for profilers before each launch, which takes the host longer than the C
+    function does. For a loop without scratch memory, the answers are always the same. A copy of the launcher tells
+    them: its C function is replaced by one that notes what it is called with.
+
+    Returns:
+        None where the launcher is not as expected, as another version's may be, or the loop needs memory of its own.
+    """
+    seen: list[tuple[Any, ...]] = []
+    programs, stream, arguments = object(), object(), tuple(object() for _ in range(count))
+    try:
+        asked, launch = copy.copy(launcher), launcher.launch
+        asked.launch = lambda *given: seen.append(given)
+        asked(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+    except Exception:
+        return None
+    if len(seen) != 1 or seen[0][:4] != (programs, 1, 1, stream) or seen[0][-1] != arguments:
+        return None
+    between = seen[0][4:-1]
+    return None if any(hasattr(value, "data_ptr") for value in between) else (launch, between)
+
+
 def _again(found: _Started, device: int, programs: int, arguments: tuple[Any, ...]) -> None:
     """Start a loop again, on the current device. Instead of a tensor, its address may be given."""
-    runtime, (compiled, run, stream, function, metadata, constants) = triton.knobs.runtime, found
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's
+    compiled, run, stream, function, metadata, constants, direct = found
+    if _is_watched():
         compiled[(programs, 1, 1)](*arguments, *constants)
+    elif direct is not None:
+        direct[0](programs, 1, 1, stream(device), *direct[1], (*arguments, *constants))
     else:
         run(programs, 1, 1, stream(device), function, metadata, None, None, None, *arguments, *constants)
+
+
+_runtime = triton.knobs.runtime
+
+
+def _is_watched() -> bool:
+    """Whether a profiler wants to know of every launch."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def kind_of(loop: Any, arguments: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -129,6 +171,12 @@ def kind_of(loop: Any, arguments: Sequence[Any]) -> tuple[Any, ...] | None:
 #: For each loop, the parameters that Triton does not specialize. The key is the loop's id; a loop lives as long as its
 #: module.
 _plain: dict[int, tuple[bool, ...]] = {}
+
+
+#: Returns the address of a tensor.
+_POINTER = torch.Tensor.data_ptr
+#: Has what ``torch.cuda.current_device`` asks, after it has made sure that CUDA is initialized; with tensors it is.
+_there: Any = torch._C
 
 
 class Launch:
@@ -166,11 +214,16 @@ class Launch:
         """Launch the loop on the device of ``on``, with these tensors, whose dtypes are always the same."""
         device = on.get_device()
         known = self._known.get(device)
-        if known is not None and device == torch.cuda.current_device():
-            pointers = tuple(map(torch.Tensor.data_ptr, tensors))
+        if known is not None and device == _there._cuda_getDevice():  # noqa: SLF001
+            pointers = tuple(map(_POINTER, tensors))
             if not functools.reduce(operator.or_, pointers[: self._aligned], 0) % 16:
-                for started, programs, count, numbers in known:
-                    _again(started, device, programs, (*pointers[:count], *numbers, *last))
+                watched = _is_watched()
+                for started, programs, count, numbers, (launch, between), stream, constants in known:
+                    if launch is None or watched:
+                        _again(started, device, programs, (*pointers[:count], *numbers, *last))
+                    else:
+                        given = *pointers[:count], *numbers, *last, *constants
+                        launch(programs, 1, 1, stream(device), *between, given)
                 return
         self._look(on, tensors, last)
 
@@ -183,7 +236,8 @@ class Launch:
             if started is not None:
                 plain = [parameter.do_not_specialize for parameter in loop.params[: len(own)]]
                 self._aligned = max(self._aligned, plain.index(True) if True in plain else len(plain))
-                known.append(_Known(started, programs, len(own), numbers))
+                direct = started.direct or (None, ())
+                known.append(_Known(started, programs, len(own), numbers, direct, started.stream, started.constants))
         if len(known) == len(self._steps) and all(x.data_ptr() % 16 == 0 for x in tensors[: self._aligned]):
             self._known[on.get_device()] = known
 
@@ -199,12 +253,18 @@ class _Step(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A loop that was started: with how many programs and tensors, and with which numbers behind these."""
+    """A loop that was started: with how many programs and tensors, and with which numbers behind these.
+
+    ``direct``, ``stream`` and ``constants`` are those of :class:`_Started`, at hand for the next launch.
+    """
 
     started: _Started
     programs: int
     tensors: int
     numbers: tuple[Any, ...]
+    direct: tuple[Any, tuple[Any, ...]]
+    stream: Any
+    constants: tuple[Any, ...]
 
 
 # ---- several tensors -------------------------------------------------------------------------------------------------
