@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 #: As many tensors as the smallest GPT-2 has, a third as wide; and buckets of as many of them.
 _WIDTH, _BLOCKS, _TOKENS, _PLACES, _BUCKET_MB = 256, 12, 16_752, 344, 25 / 3**2
 _FAMILIES = (
-    "candidates", "common", "compensation", "launching", "lowrank", "mixed", "momentum", "quantized", "selection", "shares",
-    "sparse",
+    "candidates", "common", "compensation", "launching", "lowrank", "mixed", "momentum", "quantized", "selection",
+    "shares", "sparse",
 )  # fmt: skip
 
 #: Operators that give memory, or another view of it, and start nothing. Here ``zeros`` takes the place of ``empty``.

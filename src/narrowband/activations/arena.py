@@ -22,6 +22,7 @@ from torch import Tensor
 
 __all__ = ["Arena", "Pieces"]
 
+_CPU = torch.device("cpu")
 #: The bytes of a huge page on Linux.
 _HUGE_PAGE = 2 << 20
 
@@ -168,7 +169,7 @@ class Arena:
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory for so many bytes, flat uint8."""
-        if device.type != "cpu" or not self.pools:
+        if device != _CPU or not self.pools:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         given = self._given.get(nbytes)
         if given:
@@ -181,5 +182,5 @@ class Arena:
 
     def give(self, memory: Tensor) -> None:
         """Take back memory that nothing uses any more, for the next one in this pass who takes as many bytes."""
-        if memory.device.type == "cpu" and self.pools:
+        if memory.is_cpu and self.pools:
             self._given.setdefault(memory.numel(), []).append(memory)

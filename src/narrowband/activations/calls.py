@@ -190,30 +190,31 @@ class Call:
         forms: the shapes of the operands; empty where they have not been looked up.
     """
 
-    __slots__ = ("_operands", "args", "bits", "forms", "kwargs", "operator")
+    _operands: list[Tensor] | None = None
+    bits: Literal[8, 4, 2, 0] | None = None
+    forms: tuple[tuple[int, ...], ...] = ()
 
     def __init__(
         self, operator: Operator | None = None, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NONE
     ) -> None:
         self.operator, self.args, self.kwargs = operator, args, kwargs
-        self._operands: list[Tensor] | None = None
-        self.bits: Literal[8, 4, 2, 0] | None = None
-        self.forms: tuple[tuple[int, ...], ...] = ()
 
     def operands(self) -> list[Tensor]:
         """Return the tensors among the arguments."""
         if self._operands is None:
             given: list[Any] = [*self.args, *self.kwargs.values()] if self.kwargs else [*self.args]
             for x in given:
-                if isinstance(x, (tuple, list, dict)):
+                # Lists of numbers, such as the shape that layer normalization takes, are frequent and hold no tensor.
+                if isinstance(x, (tuple, list, dict)) and (isinstance(x, dict) or not all(type(n) is int for n in x)):
                     given = torch.utils._pytree.tree_leaves(given)
                     break
             self._operands = [x for x in given if isinstance(x, Tensor)]
         return self._operands
 
     def find_forms(self) -> tuple[tuple[int, ...], ...]:
-        """Look up the shapes of the operands."""
-        self.forms = tuple(map(_SHAPE, self.operands()))
+        """Return the shapes of the operands."""
+        if not self.forms:
+            self.forms = tuple(map(_SHAPE, self.operands()))
         return self.forms
 
     def samples(self, x: Tensor, grouping: Grouping) -> int:

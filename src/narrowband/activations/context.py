@@ -30,7 +30,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from narrowband.activations.arena import Pieces
-from narrowband.activations.dynamo import eager_modules, modules_of
+from narrowband.activations.dynamo import eager_modules
 from narrowband.activations.evaluation import FAST, FastPaths
 from narrowband.activations.modules import Modules
 from narrowband.activations.operators import Watch
@@ -200,8 +200,9 @@ class ActivationCompression(contextlib.ContextDecorator):
         with contextlib.ExitStack() as undo:
             undo.callback(stack.close)
             stack.enter_context(_collector.resting())
-            recorder = Recorder(self.modules, self._sites, self.policy, self.estimates, self._pieces)
-            hook = self._attach(recorder, stack)
+            modules = self.modules.walk()
+            recorder = Recorder(self.modules, modules, self._sites, self.policy, self.estimates, self._pieces)
+            hook = self._attach(recorder, modules, stack)
             try:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*recorder.hooks))
             except RuntimeError as error:
@@ -210,7 +211,7 @@ class ActivationCompression(contextlib.ContextDecorator):
                     raise
                 raise refused from error
             watch = stack.enter_context(Watch(recorder))
-            if hook is not None and any(isinstance(module, FAST) for module in modules_of(self.model)):
+            if hook is not None and any(isinstance(module, FAST) for module in modules):
                 fast = FastPaths(watch, hook)
                 stack.callback(fast.close)
                 stack.callback(modules_of_torch.register_module_forward_pre_hook(fast.entering).remove)
@@ -219,13 +220,15 @@ class ActivationCompression(contextlib.ContextDecorator):
         active.regions, active.stack = Regions(recorder, watch), stack
         return recorder.saved
 
-    def _attach(self, recorder: Recorder, stack: contextlib.ExitStack) -> RemovableHandle | None:
+    def _attach(
+        self, recorder: Recorder, modules: list[nn.Module], stack: contextlib.ExitStack
+    ) -> RemovableHandle | None:
         """Install hooks that tell a recorder which module is running.
 
         Returns:
             The hook on the model itself; None where parts of it are compiled, and all others have hooks.
         """
-        compiled = self.modules.check()
+        compiled = self.modules.check(modules)
         begins, entering, leaving = (
             HookOfPass(recorder.begins),
             HookOfPass(recorder.entering),

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowband.activations.dynamo import compiled_modules, modules_of, obstacle
+from narrowband.activations.dynamo import compiled_modules, is_compiled_itself, modules_of, obstacle
 from narrowband.activations.packed import Place
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.errors import UnsupportedError
@@ -80,12 +80,21 @@ class Modules:
         for child in module.children():
             yield from self._recomputed(child)
 
-    def check(self) -> list[nn.Module]:
+    def walk(self) -> list[nn.Module]:
+        """Return all modules as they are now. Every pass asks once, since a model may change at any time."""
+        return list(modules_of(self._model))
+
+    def check(self, modules: list[nn.Module] | None = None) -> list[nn.Module]:
         """Return the outermost compiled modules. Called for every pass, since a model may be compiled at any time.
+
+        Args:
+            modules: the result of :meth:`walk`, where the caller has it.
 
         Raises:
             UnsupportedError: the compiled modules cannot be handled.
         """
+        if modules is not None and not any(map(is_compiled_itself, modules)):
+            return []
         compiled = compiled_modules(self._model)
         reason = obstacle() if compiled else None
         if reason is not None:
@@ -107,11 +116,13 @@ class Modules:
             found = self._bits[place] = self._policy.bits_for(*place)
         return found
 
-    def tensors(self) -> Iterator[Any]:
-        """Yield the model's current parameters, buffers and constants, and None for those that do not exist."""
-        for module in modules_of(self._model):
-            yield from module._parameters.values()
-            yield from module._buffers.values()
+    def tensors(self, modules: list[nn.Module]) -> Iterator[Any]:
+        """Yield the parameters and buffers of modules, the model's constants, and None for those that do not exist."""
+        for module in modules:
+            if module._parameters:
+                yield from module._parameters.values()
+            if module._buffers:
+                yield from module._buffers.values()
         for constant in self._constants:
             yield constant()
 

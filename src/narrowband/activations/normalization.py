@@ -92,7 +92,7 @@ class Normalization:
             (n, rstd), mean = torch._fused_rms_norm(x.contiguous(), self._shape, None, self._eps), None
             whole = torch.isfinite(1 / rstd)
         self._statistics = mean, rstd
-        if ahead(x.device):
+        if ahead(x):
             return n
         return n if bool(whole.all()) else None
 

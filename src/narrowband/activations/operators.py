@@ -8,6 +8,7 @@ position of eight bytes. In forward the results are the same, bit for bit.
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from narrowband import kernels
 from narrowband.activations.arena import Arena
-from narrowband.activations.calls import NO_CALL, Call, call_of
+from narrowband.activations.calls import NO_CALL, Call, call_of, operator_of
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.normalization import Normalization
 from narrowband.activations.policy import ActivationPolicy
@@ -96,23 +97,21 @@ class Watch(TorchFunctionMode):
         if type(func) is _GETTER:  # reading an attribute, such as a shape, saves nothing
             return func(*args, **kwargs)
         keeper = self._keeper
-        if func in _COMPOSITE:
+        is_composite, lean, derived = _handling(func)
+        if is_composite:
             with self:
                 return _transparent(func)(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             return func(*args, **kwargs)  # nothing is saved, and tensors have no version counters
-        keeper.call = call = call_of(func, args, kwargs)
+        keeper.call = call_of(func, args, kwargs)
         try:
             if forward_ad._current_level >= 0:  # tensors have tangents then, which operators of this package lack
                 return func(*args, **kwargs)
-            assert call.operator is not None
-            lean = _LEAN.get(call.operator.name)
             if lean is not None:
                 replaced = lean(keeper, func, args, kwargs)
                 if replaced is not None:
                     return replaced
             result = func(*args, **kwargs)
-            derived = DERIVED.get(func)
             if derived is not None:
                 derived(keeper, result, args, kwargs)
             return result
@@ -388,6 +387,14 @@ _LEAN: dict[str, Callable[[Keeper, Any, Any, Any], Tensor | None]] = {
     "max_pool": _max_pool,
     "layer_norm": _layer_norm,
 }
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _handling(function: Any) -> tuple[bool, Callable[..., Tensor | None] | None, Callable[..., None] | None]:
+    """Return whether the operators of a function are to be seen one by one, what may replace the function, and what
+    notes how to recompute its result.
+    """
+    return function in _COMPOSITE, _LEAN.get(operator_of(function).name), DERIVED.get(function)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

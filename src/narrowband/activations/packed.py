@@ -180,13 +180,18 @@ class Payload:
         """Decode as :meth:`Source.decode` does, and apply an affine map if one is given."""
         if self.instead is not None and affine is None:
             return self.instead.decode(sizes, dtype)
-        own, wanted, count = self.dtype, dtype or self.dtype, self._count
+        own, count, codes = self.dtype, self._count, self.codes
+        if own in _DIRECT and (dtype is None or dtype is own) and count == self.numel:  # as almost all are
+            out = torch.empty(count if sizes is None else sizes, dtype=own, device=codes.device)
+            kernels.dequantize_rows(codes, out, self.rows, self.ranges, bits=self.bits, affine=affine)
+            return out
+        wanted = dtype or own
         made = own if own in _DIRECT else torch.float32
         if own is torch.float32 and wanted is torch.bfloat16:  # decode and cast in one pass
             own = made = wanted
         whole = count == self.numel
-        out = torch.empty(sizes if whole and sizes is not None else count, dtype=made, device=self.codes.device)
-        kernels.dequantize_rows(self.codes, out, self.rows, self.ranges, bits=self.bits, affine=affine)
+        out = torch.empty(sizes if whole and sizes is not None else count, dtype=made, device=codes.device)
+        kernels.dequantize_rows(codes, out, self.rows, self.ranges, bits=self.bits, affine=affine)
         if made is not own:
             out = out.to(own)
         if own is not wanted:
@@ -232,7 +237,7 @@ def quantized(
     learns, device = policy.learns and not own, x.device
     estimate = estimates.get(name, rows.groups, device) if learns else None
     stochastic = policy.rounding == "stochastic"
-    settles = _settles(estimates, name, device)
+    settles = ahead(x) and estimates.notes.read(name, at_most=WIDER) <= WIDER
     if estimate is not None and settles:
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
         _adapt(payload, x, estimate, policy, estimates, name, apart)
@@ -329,7 +334,7 @@ def promised(
         tensor.
     """
     estimate = estimates.get(name, rows.groups, x.device) if policy.learns else None
-    if estimate is None or not _settles(estimates, name, x.device):
+    if estimate is None or not (ahead(x) and estimates.notes.read(name, at_most=WIDER) <= WIDER):
         return None
     payload = Payload(rows, bits, x.dtype, arena.take(rows.nbytes(bits), x.device))
 
@@ -337,11 +342,6 @@ def promised(
         _adapt(payload, x, estimate, policy, estimates, name, apart, standard)
 
     return payload, keep
-
-
-def _settles(estimates: Estimates, name: str, device: torch.device) -> bool:
-    """Whether the device determines the range of a batch by itself, and the host reads the result later."""
-    return device.type in AHEAD and estimates.notes.read(name, at_most=WIDER) <= WIDER
 
 
 def _adapt(
@@ -373,9 +373,11 @@ def _adapt(
     estimates.replace(name, estimate, learned)
 
 
-def ahead(device: torch.device) -> bool:
-    """Whether the device runs asynchronously to the host."""
-    return device.type in AHEAD
+def ahead(x: Tensor) -> bool:
+    """Whether the tensor's device runs asynchronously to the host. It then determines the ranges of batches by itself,
+    and the host reads the result later.
+    """
+    return ("cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type) in AHEAD
 
 
 def by_chance(seed: int) -> bool:

@@ -251,6 +251,8 @@ def original(exact: weakref.ref[Exact]) -> Origin:
 
 def bound(args: Any, kwargs: Any, **parameters: Any) -> list[Any]:
     """Return a call's arguments in the order of the parameters, with defaults. A method's ``self`` is ``input``."""
+    if len(args) == len(parameters) and not kwargs:
+        return list(args)
     values = dict(zip(parameters, args, strict=False)) | kwargs
     if "self" in values:
         values["input"] = values.pop("self")

@@ -42,8 +42,8 @@ from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
 from narrowband.activations.recompute import Cast, Origin, Original, Recipe, original
 from narrowband.activations.scores import bits_of_scores
-from narrowband.activations.sites import Site, Sites
-from narrowband.activations.stats import Saved, SavedBytes
+from narrowband.activations.sites import Site, Sites, Spot
+from narrowband.activations.stats import Saved
 from narrowband.activations.storages import (
     Storage,
     Storages,
@@ -59,12 +59,15 @@ from narrowband.compiler import unseen
 
 __all__ = ["Recorder"]
 
+_now, _Parameter = time.perf_counter, nn.Parameter
+
 
 class Recorder:
     """Records what one run through the context saves, in one thread.
 
     Args:
         modules: the modules of the model, whose parameters and buffers live anyway.
+        there: all of these modules, as :meth:`Modules.walk` returns them.
         sites: what is known beforehand of the tensors that they save.
         policy: which tensors are kept in how many bits.
         estimates: the estimates of the model's ranges.
@@ -84,7 +87,13 @@ class Recorder:
     """
 
     def __init__(
-        self, modules: Modules, sites: Sites, policy: ActivationPolicy, estimates: Estimates, pieces: Pieces
+        self,
+        modules: Modules,
+        there: list[nn.Module],
+        sites: Sites,
+        policy: ActivationPolicy,
+        estimates: Estimates,
+        pieces: Pieces,
     ) -> None:
         self.modules, self.sites, self.policy, self.estimates = modules, sites, policy, estimates
         self.saved = Saved()
@@ -94,15 +103,15 @@ class Recorder:
         self.call = NO_CALL
         self.normalization: Normalization | None = None
         self.storages = Storages()
-        self.storages.live(modules.tensors())
+        self.storages.live(modules.tensors(there))
         # A graph holds the hooks, and a model may hold a graph: a weak reference avoids a cycle.
         self.hooks = functools.partial(_pack, weakref.ref(self)), _unpack
         self._thread = threading.get_ident()
         self._at_work: list[tuple[int, str]] = []  # id and name of the running modules; the innermost is last
-        self._counts: dict[Place, int] = {}
-        self._tallies: dict[Place, tuple[SavedBytes, SavedBytes]] = {}
+        self._spots: dict[Place, Spot] = {}
         #: Whether a tensor had extreme outliers, which would make errors in all tensors computed from it unbounded.
         self._extreme = False
+        self._least = policy.min_numel
 
     # ---- where we are ------------------------------------------------------------------------------------------------
     # Module hooks are called in all threads: each recorder ignores calls from threads other than its own.
@@ -117,7 +126,8 @@ class Recorder:
             if name is None:
                 return
             self.called = True
-            self._counts.clear()
+            for spot in self._spots.values():
+                spot.nth = -1
         # A module that was added after the names were collected goes by the name of the module around it.
         at_work.append((id(module), at_work[-1][1] if name is None else name))
 
@@ -286,10 +296,11 @@ class Recorder:
             payload = made.cast_codes()
         if payload is None or payload.instead is not None or not (given.without_gaps and given.is_usual):
             return
-        if not ahead(x.device) and not bool(torch.isfinite(rstd.detach().reciprocal()).all()):
+        if not ahead(x) and not bool(torch.isfinite(rstd.detach().reciprocal()).all()):
             return  # x cannot be computed from y
         operator, module = self.place()
-        site = self.sites.of(y, self.call, operator, module, self._counts.get((operator.name, module), 0))
+        spot = self._spots.get((operator.name, module))
+        site = self.sites.at(y, self.call, operator, module, 0 if spot is None else max(0, spot.nth))
         normalized = self._quantized(y, site, site.name + ":normalized", payload.bits, of=x)
         if normalized is None:
             return
@@ -332,44 +343,51 @@ class Recorder:
 
     def pack(self, x: Tensor) -> Exact | Packed:
         """Decide what to keep of a tensor that autograd saves, and return it."""
-        kind, call, at_work = type(x), self.call, self._at_work
-        operator, module = (call.operator, at_work[-1][1]) if call.operator and at_work else self.place()
-        place = operator.name, module
-        if (kind is not Tensor and kind is not nn.Parameter) or not is_strided(x):
-            return Exact(x, place)
-        if forward_ad._current_level >= 0:  # tensors have tangents then, which codes lack
-            return Exact(x, place)
-        storage, base = self.storages.of(x), x._base
-        if type(x if base is None else base) is not Tensor and is_of_a_parameter(x):
-            storage.lives = storage.counted = True  # of a parameter that was created after the pass began
+        call, at_work = self.call, self._at_work
+        operator = call.operator
+        if operator is None or not at_work:
+            operator, module = self.place()
+        else:
+            module = at_work[-1][1]
+        kind, place = type(x), (operator.name, module)
+        if (kind is not Tensor and kind is not _Parameter) or not is_strided(x) or forward_ad._current_level >= 0:
+            return Exact(x, place)  # with forward-mode AD, tensors have tangents, which codes lack
+        memory, base = x.untyped_storage(), x._base
+        storage = self.storages.at(memory)
         if storage.lives:
             return Exact(x, place)
-        nbytes = x.untyped_storage().nbytes()
+        if (base is not None or kind is not Tensor) and is_of_a_parameter(x):
+            storage.lives = storage.counted = True  # of a parameter that was created after the pass began
+            return Exact(x, place)
+        nbytes = memory.nbytes()
         if nbytes == 0:
             return Exact(x, place)
-        plain, tallies = 0 if storage.counted else nbytes, self._tallies.get(place)
-        storage.counted = True
-        if tallies is None:
-            tallies = self._tallies[place] = self.saved.tallies(*place)
+        plain, storage.counted = 0 if storage.counted else nbytes, True
+        spot = self._spots.get(place)
+        if spot is None:
+            spot = self._spots[place] = self.sites.spot(place, self.saved.tallies(*place))
         # The number of this tensor among those that the operator saves in this module; each number has its own
         # estimates. Tensors that are kept unchanged count, too, so that names do not depend on sizes.
-        nth = self._counts[place] = self._counts.get(place, -1) + 1
+        spot.nth += 1
         keeper = storage.exact
         is_exact = keeper is not None and keeper() is not None
-        if x.numel() >= self.policy.min_numel and operator is not ROUGH and not is_exact:
-            begin = time.perf_counter()
-            site = self.sites.of(x, call, operator, module, nth)
-            source, added = self._source(x, site, storage)
+        of_operator, of_module = spot.tallies
+        if x.numel() >= self._least and operator is not ROUGH and not is_exact:
+            begin = _now()
+            site = self.sites.of(x, call, operator, spot)
+            source, added = self._source(x, site, storage, base)
             if source is not None:
                 if operator is CHECKPOINT and source.bits != Original.bits:
                     says_what_rounding_does()
-                packed = Packed(x, site.arrangement, source, place, tallies, gaps=operator is CHECKPOINT)
+                packed = Packed(x, site.arrangement, source, place, spot.tallies, gaps=operator is CHECKPOINT)
                 self.packed += 1
-                taken = time.perf_counter() - begin
-                for tally in tallies:
-                    tally.raw_bytes += plain
-                    tally.kept_bytes += added
-                    tally.seconds += taken
+                taken = _now() - begin
+                of_operator.raw_bytes += plain
+                of_operator.kept_bytes += added
+                of_operator.seconds += taken
+                of_module.raw_bytes += plain
+                of_module.kept_bytes += added
+                of_module.seconds += taken
                 return packed
         exact = Exact(x, place)
         kept = 0 if is_exact else nbytes
@@ -378,9 +396,8 @@ class Recorder:
         if storage.payloads is not None:
             self._spare_codes(x, storage, exact)
         if plain or kept:
-            for tally in tallies:
-                tally.raw_bytes += plain
-                tally.kept_bytes += kept
+            of_operator.add(plain, kept)
+            of_module.add(plain, kept)
         return exact
 
     def _spare_codes(self, x: Tensor, storage: Storage, exact: Exact) -> None:
@@ -407,10 +424,10 @@ class Recorder:
                 storage.exact = weakref.ref(exact)
                 self.saved.add(operator, "", 0, x.untyped_storage().nbytes())
 
-    def _source(self, x: Tensor, site: Site, storage: Storage) -> tuple[Source | None, int]:
+    def _source(self, x: Tensor, site: Site, storage: Storage, base: Tensor | None) -> tuple[Source | None, int]:
         """Return the codes of a tensor, or how to recompute it; and how many more bytes are kept for it.
 
-        None instead of codes means: keep the tensor unchanged.
+        None instead of codes means: keep the tensor unchanged. ``base`` is what the tensor is a view of.
         """
         bits, operator, arrangement = site.bits, site.operator, site.arrangement
         if bits == "off":
@@ -437,7 +454,7 @@ class Recorder:
                 if parameter is not None:  # the parameter lives anyway, and backward can cast it again
                     there = is_cast_of(x, arrangement, parameter)
                     return Original(Exact(parameter, site.place), x.dtype) if there else None, 0
-            base = x if x._base is None else x._base
+            base = x if base is None else base
             node = base.grad_fn
             if node is not None and node.name() == "ToCopyBackward0":
                 recipe = self._recipe_before_cast(x, base, arrangement, storage, values)
@@ -460,16 +477,18 @@ class Recorder:
             if payload is None:
                 return None, 0
             normalization.origin = weakref.ref(payload)
-            storage.spent += payload.nbytes
+            nbytes = payload.nbytes
+            storage.spent += nbytes
             recipe = Recipe(normalization.input(x), normalization.origin)
             storage.has_recipe(values, recipe)
-            return recipe.derivation(), payload.nbytes
+            return recipe.derivation(), nbytes
         payload = self._quantized(x, site, site.name, bits, of=x)
         if payload is None:
             return None, 0
         storage.has_payload(values, payload)
-        storage.spent += payload.nbytes
-        return payload, payload.nbytes
+        nbytes = payload.nbytes
+        storage.spent += nbytes
+        return payload, nbytes
 
     def _bits_of_scores(self, site: Site, bits: Literal[8, 4, 2]) -> Literal[8, 4, 2, 0]:
         """Return the bits for what fused attention saves: more than ``bits``, or 0, where scores are too large."""
@@ -485,13 +504,13 @@ class Recorder:
 
         ``of`` is the tensor that the operator saves: ``x`` itself, or the one that ``x`` is the normalized form of.
         """
-        made: Payload | Outliers = Outliers(extreme=True)
+        made: Payload | Outliers | None = None
         if x is not None:
             count, apart, lines = site.neighbours, None, x
             if count is not None:
                 lines, rows = neighbours(Arrangement.of(x).flat(x.detach()), count)
             else:
-                rows, apart = site.cut(x, self.call)
+                rows, apart = (site.own if x is of else None) or site.cut(x, self.call)
                 if apart is None:
                     lines = Arrangement.of(x).lines(x.detach(), rows)
             if x.dtype is torch.float16:
@@ -505,10 +524,11 @@ class Recorder:
             if type(made) is Payload:
                 made.numel = x.numel()
                 return made
-        assert isinstance(made, Outliers)
+        assert not isinstance(made, Payload)
         # Extreme values say nothing of other tensors where the tensor has no gradient, since no parameter took part in
         # it, or where they are the −inf of a mask.
-        self._extreme |= made.extreme and of.requires_grad and not is_masked(of)
+        extreme = made is None or made.extreme
+        self._extreme |= extreme and of.requires_grad and not is_masked(of)
         self.saved.add(*site.place, 0, 0, outliers=1)
         return None
 
@@ -521,9 +541,9 @@ class Recorder:
         """
         arrangement = site.arrangement
         direct = x.dtype is not torch.float16 and arrangement.is_usual and arrangement.without_gaps
-        if not direct or not ahead(x.device):
+        if not direct or not ahead(x):
             return None
-        rows, apart = site.cut(x, self.call)
+        rows, apart = site.own or site.cut(x, self.call)
         assert apart is not None
         made = promised(x, rows, bits, self.arena, self.policy, self.estimates, name, apart)
         if made is None:

@@ -115,7 +115,7 @@ def bits_of_scores(
     seen = estimates.seen(name)
     if seen is None or seen > _LIMIT or by_chance(estimates.draws):
         error = score_error(query, key, _argument(call, 6, "scale"), policy.granularity)
-        if seen is not None and seen <= _LIMIT and ahead(query.device):
+        if seen is not None and seen <= _LIMIT and ahead(query):
             estimates.notes.place(name, query.device).copy_(error.view(1))
         else:
             seen = float(error)

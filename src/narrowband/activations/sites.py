@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from narrowband.activations.modules import Modules
+    from narrowband.activations.packed import Place
     from narrowband.activations.policy import ActivationPolicy
+    from narrowband.activations.stats import SavedBytes
 
-__all__ = ["Site", "Sites"]
+__all__ = ["Site", "Sites", "Spot"]
 
 #: How many sites a context remembers.
 _MOST = 1 << 14
@@ -46,13 +48,16 @@ class Site:
         elements: tells its elements apart from others that begin at the same place in memory.
         neighbours: how many neighbouring elements share a range, where ranges are computed from every tensor.
         takes_codes: whether operator, dtype and layout bear codes.
+        form: operator, shape, strides, dtype, and the name of the autograd node: what all tensors of the site share.
+        forms: the shapes of the operator's operands; None where nothing depends on them.
+        own: how the tensor itself is cut into rows; None as long as nobody has asked :meth:`cut`.
         may_be_mask: whether it may be the mask of attention.
         may_be_parameter: whether it may be a parameter that autocast has cast.
     """
 
     __slots__ = (
-        "_cuts", "_modules", "_policy", "arrangement", "bits", "elements", "may_be_mask", "may_be_parameter", "module",
-        "name", "neighbours", "nth", "operator", "place", "takes_codes",
+        "_cuts", "_modules", "_policy", "arrangement", "bits", "elements", "form", "forms", "may_be_mask",
+        "may_be_parameter", "module", "name", "neighbours", "nth", "operator", "own", "place", "takes_codes",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +84,9 @@ class Site:
         self.may_be_mask = operator.name == "attention" and len(call.operands()) > 3
         node = x.grad_fn
         self.may_be_parameter = node is None or node.name() in OF_A_PARAMETER
+        self.form = _form(x, operator)
+        self.forms = call.forms if _asks_for_operands(operator, policy) else None
+        self.own: Cut | None = None
         #: By strides, since the normalized form of the tensor may have others.
         self._cuts: dict[Any, Cut] = {}
 
@@ -92,7 +100,45 @@ class Site:
             grouping = call.grouping(x, self.operator, policy, heads, groups)
             samples = call.samples(x, grouping) if policy.statistics == "sample" else 1
             found = self._cuts[stride] = Cut.of(x, arrangement, arrangement.rows(grouping, samples=samples))
+            if stride == self.form[2]:
+                self.own = found
         return found
+
+
+def _form(x: Tensor, operator: Operator) -> tuple[Any, ...]:
+    """Return all of a tensor that a site depends on, and that may change from pass to pass."""
+    node = x.grad_fn
+    return operator, x.shape, x.stride(), x.dtype, None if node is None else node.name()
+
+
+def _asks_for_operands(operator: Operator, policy: ActivationPolicy) -> bool:
+    """Whether a site depends on the shapes of the operator's operands; see the methods of :class:`Call`."""
+    return operator.kind == "heads" or operator.name in _OF_OPERANDS or policy.statistics == "sample"
+
+
+#: Operators that save statistics, which the shape of their input tells apart from other tensors; see
+#: :meth:`Call.is_statistic`.
+_OF_OPERANDS = frozenset(("attention", "layer_norm", "batch_norm"))
+
+
+class Spot:
+    """One operator in one module during a pass.
+
+    Args:
+        place: operator and module, as a policy names them.
+        tallies: the bytes of the operator, and those of the module.
+        sites: number of a tensor among those that the operator saves in the module → its site in the last pass.
+
+    Attributes:
+        place, tallies, sites: as given.
+        nth: the number of the tensor that was saved last; -1 before the first one.
+    """
+
+    __slots__ = ("nth", "place", "sites", "tallies")
+
+    def __init__(self, place: Place, tallies: tuple[SavedBytes, SavedBytes], sites: dict[int, Site]) -> None:
+        self.place, self.tallies, self.sites = place, tallies, sites
+        self.nth = -1
 
 
 class Sites:
@@ -106,16 +152,27 @@ class Sites:
     def __init__(self, modules: Modules, policy: ActivationPolicy) -> None:
         self._modules, self._policy = modules, policy
         self._known: dict[tuple[Any, ...], Site] = {}
+        self._last: dict[Place, dict[int, Site]] = {}
 
-    def of(self, x: Tensor, call: Call, operator: Operator, module: str, nth: int) -> Site:
-        """Return the site of a tensor that an operator saves; the arguments are those of :class:`Site`."""
-        node = x.grad_fn
-        forms = call.forms or call.find_forms()
-        # All that may change from pass to pass, and that a site depends on.
-        key = operator, module, nth, x.shape, x.stride(), x.dtype, forms, None if node is None else node.name()
+    def spot(self, place: Place, tallies: tuple[SavedBytes, SavedBytes]) -> Spot:
+        """Return the spot of an operator in a module, for a pass that begins."""
+        return Spot(place, tallies, self._last.setdefault(place, {}))
+
+    def of(self, x: Tensor, call: Call, operator: Operator, spot: Spot) -> Site:
+        """Return the site of the last tensor of a spot. Almost always, it is the site that it had in the last pass."""
+        nth, form = spot.nth, _form(x, operator)
+        found = spot.sites.get(nth)
+        if found is None or found.form != form or (found.forms is not None and found.forms != call.find_forms()):
+            found = spot.sites[nth] = self.at(x, call, operator, spot.place[1], nth)
+        return found
+
+    def at(self, x: Tensor, call: Call, operator: Operator, module: str, nth: int) -> Site:
+        """Return the site of a tensor; the arguments are those of :class:`Site`."""
+        key = _form(x, operator), module, nth, call.find_forms()
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= _MOST:  # sizes vary so much that most of them will not recur
                 self._known.clear()
+                self._last.clear()
             found = self._known[key] = Site(x, call, operator, module, nth, self._modules, self._policy)
         return found

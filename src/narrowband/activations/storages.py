@@ -35,7 +35,9 @@ __all__ = [
 ]
 
 
+# Weak references to storages, as torch.multiprocessing's StorageWeakRef has them.
 _UNTYPED: Any = torch.UntypedStorage
+_weak_ref, _is_expired, _free_weak_ref = _UNTYPED._weak_ref, _UNTYPED._expired, _UNTYPED._free_weak_ref
 #: Whether a tensor is a functorch wrapper around another one.
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -55,16 +57,15 @@ class Storage:
         spent: bytes of the codes that were made of values in it.
     """
 
-    __slots__ = ("counted", "exact", "lives", "payloads", "recipes", "reference", "spent")
+    # Attributes of the class: a pass makes thousands of storages, and sets few attributes of each.
+    lives = counted = False
+    exact: weakref.ref[Exact] | None = None
+    payloads: dict[tuple[Any, ...], weakref.ref[Payload]] | None = None
+    recipes: dict[tuple[Any, ...], Recipe] | None = None
+    spent = 0
 
     def __init__(self, reference: int) -> None:
         self.reference = reference
-        self.lives = False
-        self.counted = False
-        self.exact: weakref.ref[Exact] | None = None
-        self.payloads: dict[tuple[Any, ...], weakref.ref[Payload]] | None = None
-        self.recipes: dict[tuple[Any, ...], Recipe] | None = None
-        self.spent = 0
 
     @property
     def is_exact(self) -> bool:
@@ -107,30 +108,53 @@ class Storages:
 
     def __init__(self) -> None:
         self._by_address: dict[int, Storage] = {}
+        #: Of storages that live anyway and that nobody has asked for yet, most of which nobody will: weak references.
+        self._living: dict[int, int] = {}
 
     def of(self, x: Tensor) -> Storage:
         """Return the storage that a tensor lies in."""
-        storage = x.untyped_storage()
-        address = storage._cdata
+        return self.at(x.untyped_storage())
+
+    def at(self, memory: torch.UntypedStorage) -> Storage:
+        """Return what is known about a tensor's ``untyped_storage()``."""
+        address = memory._cdata
         found = self._by_address.get(address)
-        if found is not None and not _UNTYPED._expired(found.reference):
+        if found is not None and not _is_expired(found.reference):
             return found
-        # As torch.multiprocessing's StorageWeakRef does it.
-        new = self._by_address[address] = Storage(_UNTYPED._weak_ref(storage))
         if found is not None:
-            _UNTYPED._free_weak_ref(found.reference)
+            _free_weak_ref(found.reference)
+        living = self._living.pop(address, None)
+        if living is not None and _is_expired(living):
+            _free_weak_ref(living)
+            living = None
+        new = self._by_address[address] = Storage(_weak_ref(memory) if living is None else living)
+        if living is not None:
+            new.lives = new.counted = True
         return new
 
-    def __del__(self, _free: Callable[[int], None] = _UNTYPED._free_weak_ref) -> None:
+    def __del__(self, _free: Callable[[int], None] = _free_weak_ref) -> None:
+        # bound as a default argument, since a process that exits clears modules first
         for storage in self._by_address.values():
-            _free(storage.reference)  # bound as a default argument, since a process that exits clears modules first
+            _free(storage.reference)
+        for reference in self._living.values():
+            _free(reference)
 
     def live(self, tensors: Iterable[Any]) -> None:
         """Note that tensors live anyway and need not be counted. Skip other objects, and tensors without memory."""
+        known, living = self._by_address, self._living
         for x in tensors:
-            if isinstance(x, Tensor) and not is_lazy(x) and is_strided(x):
-                storage = self.of(x)
-                storage.lives = storage.counted = True
+            usual = type(x) is nn.Parameter or type(x) is Tensor
+            if (usual or (isinstance(x, Tensor) and not is_lazy(x))) and is_strided(x):
+                there = x.untyped_storage()
+                address = there._cdata
+                if address in known:
+                    storage = self.of(x)
+                    storage.lives = storage.counted = True
+                elif address not in living:
+                    living[address] = _weak_ref(there)
+                elif _is_expired(living[address]):
+                    _free_weak_ref(living[address])
+                    living[address] = _weak_ref(there)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -85,7 +85,8 @@ def _has_triton() -> bool:
 
 def backend_of(tensor: Tensor) -> Backend:
     """Return the table of loops that runs this tensor. It is chosen once per process for each device type."""
-    device_type = "cpu" if tensor.is_cpu else tensor.device.type
+    # The type of a device is a text that PyTorch makes whenever it is asked for.
+    device_type = "cpu" if tensor.is_cpu else "cuda" if tensor.is_cuda else tensor.device.type
     found = _chosen.get(device_type)
     if found is None:
         found = _chosen[device_type] = backend_for(device_type)
