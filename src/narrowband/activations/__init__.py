@@ -22,6 +22,7 @@ The files from the interface down; each imports only from those below it.
 :mod:`.arena`            memory for codes
 :mod:`.layout`           a tensor's order in memory, and its groups
 :mod:`.compiled`         packing inside of compiled graphs; the codes are in :mod:`.graph_codes`
+:mod:`.graph_products`   products that compiled graphs compute again in backward
 :mod:`.graph_attention`  fused attention, which compiled graphs run again in backward
 :mod:`.dynamo`           which modules are compiled
 :mod:`.stats`            bytes that were saved, by operator and by module
