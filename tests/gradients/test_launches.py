@@ -152,7 +152,7 @@ MOST = {
     "dgc:density=0.01": (112, 20, 75),
     "dgc:density=0.01,nesterov=true": (112, 20, 77),
     "dgc:density=0.01,clip=1": (112, 20, 100),
-    "dgc:density=0.01,store=int8": (136, 44, 87),
+    "dgc:density=0.01,store=int8": (136, 44, 111),
     "dgc:density=0.01,values=fp16": (125, 33, 222),
 }
 
