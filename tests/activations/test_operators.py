@@ -484,6 +484,57 @@ def test_rows_as_wide_as_a_vocabulary_have_codes(name):
         assert (saved.kept_bytes < saved.raw_bytes / 3) == has_codes
 
 
+def certain(x):
+    """Logits of a model that is almost certain of the first class."""
+    return torch.cat([x, x]) + 12 * F.one_hot(torch.zeros(2 * len(x), dtype=torch.long), x.shape[-1]).to(x.dtype)
+
+
+def first(x):
+    """The class of all targets."""
+    return torch.zeros(2 * len(x), dtype=torch.long)
+
+
+def weights(x):
+    return torch.linspace(0.5, 2, x.shape[-1], dtype=x.dtype)
+
+
+def spread(x):
+    """Targets that are probabilities, close to those of the model."""
+    return (certain(x) * 0.9).detach().softmax(-1)
+
+
+LOSSES = {
+    "indices": lambda x: F.cross_entropy(certain(x), first(x)),
+    "probabilities": lambda x: F.cross_entropy(certain(x), spread(x)),
+    "smoothing": lambda x: F.cross_entropy(certain(x), first(x), label_smoothing=0.01),
+    "weights": lambda x: F.cross_entropy(certain(x), first(x), weight=weights(x), ignore_index=3),
+    "planes": lambda x: F.cross_entropy(certain(x).mT.unsqueeze(0), first(x).unsqueeze(0)),
+    "divergence": lambda x: F.kl_div(certain(x).log_softmax(-1), spread(x), reduction="batchmean"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_over_a_vocabulary_tell_probabilities_near_one_apart(name, dtype):
+    """Levels at equal distances would make these gradients wrong by 30 % and more."""
+    torch.manual_seed(0)
+    x = torch.randn(32, 2048).to(dtype)
+    (_, grad, _), (_, ours, saved) = both(LOSSES[name], x, torch.ones((), dtype=dtype))
+    assert saved.kept_bytes < 0.8 * saved.raw_bytes  # targets that are probabilities are kept as they are
+    assert (ours.double() - grad.double()).norm() < 0.06 * grad.double().norm()
+
+
+def test_logits_of_minus_infinity_keep_a_loss_exact():
+    torch.manual_seed(0)
+    x = torch.randn(32, 2048)
+
+    def masked(x):
+        return F.cross_entropy(x.masked_fill(torch.arange(2048) > 2000, -torch.inf), torch.arange(32))
+
+    (_, grad, _), (_, ours, _) = both(masked, x, torch.ones(()))
+    assert same(ours, grad)
+
+
 @pytest.mark.parametrize("name", [name for name in ROUGH if not (OLDEST and name == "aminmax")])  # has no derivative
 def test_what_bears_no_rounding_is_kept_as_it_is(name):
     torch.manual_seed(0)

@@ -57,14 +57,14 @@ def off_by(model, run, **options):
     return 100 * ((rounded - exact).norm() / exact.norm()).item()
 
 
-def of_vocabulary(deviation):
+def of_vocabulary(deviation, **options):
     torch.manual_seed(0)
     model, x = Vocabulary(deviation), torch.randn(1024, 64)
     with torch.no_grad():
         logits = model.head(x)
         probability = logits.softmax(-1).amax(-1).mean().item()
         loss = F.cross_entropy(logits, logits.argmax(-1)).item()
-    return probability, loss, off_by(model, lambda: model(x, logits.argmax(-1)))
+    return probability, loss, off_by(model, lambda: model(x, logits.argmax(-1)), **options)
 
 
 def bits_of_attention(deviation, bits):
@@ -98,6 +98,8 @@ def test_a_loss_over_a_vocabulary():
     assert [int(deviation) for deviation, *_ in told] == [1, 3, 6, 10, 25]
     for deviation, *figures in told:
         assert of_vocabulary(float(deviation)) == pytest.approx([*map(float, figures)], rel=0.15, abs=0.02), deviation
+    ((per_cent, deviation),) = re.findall(r"In 4 bits the gradient is (\d+) % off with deviation (\d+)", PAGE)
+    assert of_vocabulary(float(deviation), bits=4)[-1] == pytest.approx(int(per_cent), rel=0.15)
 
 
 def test_fused_attention_with_large_scores():

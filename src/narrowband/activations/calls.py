@@ -133,6 +133,8 @@ _DELICATE = frozenset((
 ))  # fmt: skip
 #: Those of _DELICATE whose rows may be as wide as a vocabulary. No other tensor is as large then, so they are packed.
 _OF_ROWS = frozenset(("log_softmax", "logsumexp", "softmin", "cross_entropy"))
+#: Those of them that save log-probabilities.
+_LOGARITHMS = frozenset(("log_softmax", "cross_entropy"))
 #: From how many elements on a row counts as that wide.
 _WIDE = 1024
 #: Powers, which are smooth where the exponent is 1 or a whole number of at least 2.
@@ -187,11 +189,13 @@ class Call:
 
     Attributes:
         bits: the bits for the tensors that fused attention saves; 0: kept unchanged; None: not determined yet.
+        normalizes: whether the operator makes log-probabilities over a vocabulary, or a loss of them.
         forms: the shapes of the operands; empty where they have not been looked up.
     """
 
     _operands: list[Tensor] | None = None
     bits: Literal[8, 4, 2, 0] | None = None
+    normalizes = False
     forms: tuple[tuple[int, ...], ...] = ()
 
     def __init__(
@@ -282,6 +286,14 @@ class Call:
             return False
         return not x.requires_grad or x.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
 
+    def is_log_probabilities(self, x: Tensor) -> bool:
+        """Whether a saved tensor holds log-probabilities over a vocabulary that this operator has made."""
+        if not self.normalizes:
+            return False
+        given, *others = self.operands()
+        where = x.untyped_storage().data_ptr()
+        return x.shape == given.shape and all(y.untyped_storage().data_ptr() != where for y in (given, *others))
+
     def parameter_before_cast(self, x: Tensor, place: tuple[Any, ...], known: set[Any]) -> Tensor | None:
         """Return the parameter that autocast cast to a saved tensor or to its base; None where there is none.
 
@@ -325,8 +337,10 @@ def call_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
         if isinstance(exponent, (int, float)) and (exponent == 1 or (exponent >= 2 and exponent == int(exponent))):
             operator = OTHER
-    elif operator is NAMED and _width_of_rows(_plain_name(function), args, kwargs) >= _WIDE:
-        operator = OTHER
+    elif operator is NAMED and _width_of_rows(name := _plain_name(function), args, kwargs) >= _WIDE:
+        call = Call(OTHER, args, kwargs)
+        call.normalizes = name in _LOGARITHMS
+        return call
     return Call(operator, args, kwargs)
 
 

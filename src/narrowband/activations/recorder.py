@@ -34,6 +34,7 @@ from narrowband.activations.calls import (
 )
 from narrowband.activations.dynamo import is_in_compiled_code
 from narrowband.activations.layout import Arrangement, neighbours
+from narrowband.activations.log_probabilities import from_roots, roots
 from narrowband.activations.modules import Modules
 from narrowband.activations.normalization import Normalization, before_normalization
 from narrowband.activations.outliers import Outliers, is_masked
@@ -482,6 +483,14 @@ class Recorder:
             recipe = Recipe(normalization.input(x), normalization.origin)
             storage.has_recipe(values, recipe)
             return recipe.derivation(), nbytes
+        if self.call.normalizes and self.call.is_log_probabilities(x):
+            payload = self._quantized(roots(x), site, site.name + ":roots", bits, of=x)
+            if payload is None:
+                return None, 0
+            storage.spent += payload.nbytes
+            recipe = Recipe(from_roots(x.dtype), weakref.ref(payload))
+            storage.has_recipe(values, recipe)
+            return recipe.derivation(), payload.nbytes
         payload = self._quantized(x, site, site.name, bits, of=x)
         if payload is None:
             return None, 0
