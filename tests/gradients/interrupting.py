@@ -289,8 +289,17 @@ def differences(a, b):
 
 def problems(rank, world_size, seeds):
     """Seed → what does not hold, if anything does not."""
-    logging.getLogger("narrowband").setLevel(logging.ERROR)
-    found = {}
+    found, logger = {}, logging.getLogger("narrowband")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        _look(seeds, world_size, found)
+    finally:
+        logger.setLevel(level)  # of a process that later tests use, too
+    return found
+
+
+def _look(seeds, world_size, found):
     for seed in seeds:
         whole, held, said = run(seed, interrupted=False)
         for how in ("saves", True):
@@ -304,7 +313,6 @@ def problems(rank, world_size, seeds):
         for at, each in enumerate(zip(*of_all, strict=True)):
             if any(differences(each[0], other) for other in each[1:]):
                 found.setdefault(seed, f"{said}: replicas part at step {at}")
-    return found
 
 
 def broken(seeds, size=2):

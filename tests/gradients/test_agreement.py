@@ -118,6 +118,9 @@ def mistaken_on_one_rank(rank, world_size):
         heard[f"a {kind} for updates"] = refusal(
             lambda g=group: nb.compress_updates(net, sgd(net), "sign+ef", process_group=g)
         )
+        heard[f"a {kind} for updates of a model in DDP"] = refusal(
+            lambda g=group: nb.compress_updates(model, sgd(model), "sign+ef", process_group=g)
+        )
         heard[f"a {kind} for coded work"] = refusal(lambda g=group: nb.CodedDataParallel(net, process_group=g))
         heard[f"a {kind} for a choice"] = refusal(
             lambda g=group: nb.choose_redundancy(net, lambda: None, batch_size=8, process_group=g)

@@ -116,7 +116,9 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
 
 
 def test_an_unknown_task_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="no task 'mnist'; there are: cifar, lstm, shakespeare, gpt, tuned, vit"):
+    with pytest.raises(
+        ValueError, match="no task 'mnist'; there are: cifar, lstm, llama, shakespeare, gpt, tuned, vit"
+    ):
         load("mnist", batch=4, seed=0, rank=0, world_size=1)
 
 

@@ -312,7 +312,7 @@ def test_warm_up_is_counted_in_steps():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": "mnist"}, "'mnist' is none of cifar, lstm, shakespeare, gpt"),
+        ({"task": "mnist"}, "'mnist' is none of cifar, lstm, llama, shakespeare, gpt"),
         ({"epochs": 0}, "epochs=0 must be at least 1"),
         ({"warmup_epochs": 2}, "warmup_epochs=2 is not below epochs=2"),
         ({"lr": 0.0}, "lr=0.0 must be above 0"),

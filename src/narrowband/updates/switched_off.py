@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowband.averaging.who import ddp_of
-from narrowband.collectives import group_or
+from narrowband.collectives import waiting_in
 from narrowband.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def ddp_among(model: object, process_group: dist.ProcessGroup | None) -> Distrib
         process_group: the replicas; None: all ranks.
     """
     around = ddp_of(model) if isinstance(model, nn.Module) else None
-    group = group_or(process_group)
+    group = waiting_in(process_group)  # what is no group raises where all ranks learn of it
     if around is None or group is None:
         return None
     sizes = {dist.get_world_size(each) for each in (None, group, around.process_group)}
