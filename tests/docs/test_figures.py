@@ -288,17 +288,22 @@ def of_training() -> Iterator[Said]:
         f"ends at {plain:.2f} % on CIFAR-10 (of images that were encoded again as JPEG) after five epochs, and at "
         f"{eight:.2f} % with 8 bits. Seed by seed the difference is −{apart('mesa', 'vit', 'mesa')} points",
     )
-    eight, four = (group("mesa_language", "llama", name) for name in ("8 bits", "4 bits"))
-    share = [100 * own.kept_bytes / group("mesa_language", "llama", "dense").kept_bytes for own in (eight, four)]
+    language = [
+        group("mesa_language", "llama", name) for name in ("8 bits", "4 bits", "4 bits, norms and attention in 8")
+    ]
+    eight, four, both = language
+    share = [100 * own.kept_bytes / group("mesa_language", "llama", "dense").kept_bytes for own in language]
     lost = [
         groups.compared(own, group("mesa_language", "llama", "dense"), relative=True, of=math.log).figure()
-        for own in (eight, four)
+        for own in language
     ]
     yield Said(
         "docs/how-to/activations.md",
         f"keeps {share[0]:.0f} % of its bytes in 8 bits, and its held-out loss differs by {lost[0]} "
         f"({_COUNTS[len(eight.seeds)]} seeds; [all rows](../results/mesa_language.md)). In 4 bits it keeps "
-        f"{share[1]:.0f} %, and the loss differs by {lost[1]} ({_COUNTS[len(four.seeds)]} seeds)",
+        f"{share[1]:.0f} %, and the loss differs by {lost[1]} ({_COUNTS[len(four.seeds)]} seeds). With norms and "
+        f"attention in 8 bits and all else in 4 it keeps {share[2]:.0f} %, and the loss differs by {lost[2]} "
+        f"({_COUNTS[len(both.seeds)]} seeds: not resolved)",
     )
     adapt = "docs/how-to/adapt.md"
     found = {
