@@ -46,7 +46,7 @@ from narrowband.report.record import provenance, write_json
 #: Files of loops.
 FAMILIES = (
     "candidates", "checksums", "common", "compensation", "fixed", "kept", "levels", "lowrank", "masks", "mixed",
-    "momentum", "quantized", "rows", "selection", "shares", "sparse", "stores",
+    "momentum", "quantized", "rotated", "rows", "selection", "shares", "sparse", "stores",
 )  # fmt: skip
 
 _TYPES = {

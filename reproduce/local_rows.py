@@ -97,6 +97,8 @@ ROUNDS, _SHORT_ROUND = (15, 30), 3
 UPDATES, PLAIN, TWO_BITS = "updates", "updates, length 1", "updates, 2 bits"
 TOP, TOP_2, TOP_6 = "updates, top 1%", "updates, top 2%, 2 bits, in place", "updates, top 6%, 2 bits, in place"
 GRADIENT_SIGN, GRADIENT_TOP, GRADIENT_4 = "gradients, sign", "gradients, top 1%", "gradients, 4 bits"
+#: Gradients that are rotated at random before they are rounded.
+GRADIENT_1, GRADIENT_2 = "gradients, 1 bit, rotated", "gradients, 2 bits, rotated"
 DILOCO, _STREAMING, SPARSELOCO, OURS = (
     f"every {{}}, {what}" for what in ("DiLoCo", "Streaming DiLoCo", "SparseLoCo", "top 1/64, 2 bits")
 )
@@ -109,6 +111,7 @@ ALONE = "nothing is sent"
 #: ranks that sent it.
 IN_PLACE, SIGN_IN_PLACE = f"{OURS}, in place", "updates, sign, in place"
 SIXTEENTH, TWO_BIT_ROUNDS = "every {}, top 1/16, 2 bits, in place", "every {}, 2 bits, in place"
+ONE_BIT_ROUNDS = "every {}, 1 bit, rotated, in place"
 
 #: Rounds of a few steps.
 SHORT, _SHORT_DILOCO = TWO_BIT_ROUNDS.format(_SHORT_ROUND), DILOCO.format(_SHORT_ROUND)
@@ -140,7 +143,8 @@ def _kind(row: Row) -> str:
         return "nothing"
     if row.updates > 1:
         return "rounds" if row.updates in ROUNDS or row.outer == "nesterov" else "short rounds"
-    sparse, few = row.spec.startswith("topk"), row.spec.startswith("sign") or "bits=2" in row.spec
+    sparse = row.spec.startswith("topk")
+    few = row.spec.startswith("sign") or ("bits=2" in row.spec and not row.spec.startswith("eden"))
     if row.updates:
         return "compressed updates" if sparse else "signs of updates" if few else "updates"
     return "compressed gradients" if sparse or few else "gradients"
@@ -158,9 +162,9 @@ def _collective(spec: str) -> Literal["scatter_reduce", "auto"]:
     """Return the collective of a spec.
 
     Among four ranks, ``auto`` averages signs by ``scatter_reduce`` from about 350,000 parameters on. This model has
-    fewer, so rows with signs or uniform codes ask for ``scatter_reduce``.
+    fewer, so rows with signs, uniform codes or rotations ask for ``scatter_reduce``.
     """
-    return "scatter_reduce" if spec.startswith(("sign", "uniform")) else "auto"
+    return "scatter_reduce" if spec.startswith(("sign", "uniform", "eden")) else "auto"
 
 
 def _updates(name: str, spec: str = "none", *, every: int = 1, outer: str = "auto") -> Row:
@@ -193,6 +197,8 @@ def _one_round() -> Iterator[Recipe]:
     """Yield the rows that only the shorter rounds have."""
     every = ROUNDS[0]
     yield Recipe(_updates(OURS.format(every), _UNTILED, every=every), turn=1)
+    one_bit = _updates(ONE_BIT_ROUNDS.format(every), "eden:bits=1+ef", every=every, outer="nesterov")
+    yield Recipe(one_bit, turn=2, long=True)
     streaming = _updates(_STREAMING.format(every), "qsgd:bits=4", every=every, outer="nesterov")
     yield Recipe(replace(streaming, fragments=3, overlap=2), turn=2, ablation=True, long=True)
 
@@ -236,6 +242,8 @@ _AVERAGED = (
     Recipe(_updates(SHORT, "uniform:bits=2+ef", every=_SHORT_ROUND), turn=2, long=True),
     *_rounds(ROUNDS[1], turn=2),
     Recipe(_gradients(GRADIENT_SIGN, "sign+ef", small="fused"), turn=2, long=True),
+    Recipe(_gradients(GRADIENT_1, "eden:bits=1", small="fused"), turn=2, long=True),
+    Recipe(_gradients(GRADIENT_2, "eden:bits=2", small="fused"), turn=2, long=True),
     *(
         Recipe(row, turn=3, ablation=True, long=True)
         for row in (

@@ -12,10 +12,13 @@ from reproduce.groups import DENSE
 from reproduce.local_rows import (
     ALONE,
     DILOCO,
+    GRADIENT_1,
+    GRADIENT_2,
     GRADIENT_4,
     GRADIENT_SIGN,
     GRADIENT_TOP,
     IN_PLACE,
+    ONE_BIT_ROUNDS,
     OURS,
     ROUNDS,
     SHORT,
@@ -36,6 +39,7 @@ __all__ = ["CALLED", "LEGEND", "shortly"]
 _ROUNDS = {
     DILOCO: ("uncompressed, with DiLoCo's outer step", "uncompressed (DiLoCo)"),
     TWO_BIT_ROUNDS: ("2 bits, residuals in place, with DiLoCo's outer step", "2 bits"),
+    ONE_BIT_ROUNDS: ("1 bit, rotated, residuals in place, with DiLoCo's outer step", "1 bit, rotated"),
     SIXTEENTH: ("largest 16th in 2 bits, residuals in place, mean of senders", "largest 16th in 2 bits"),
     IN_PLACE: ("largest 64th in 2 bits, residuals in place, mean of senders", "largest 64th in 2 bits"),
     SPARSELOCO: ("largest 64th in 2 bits, as SparseLoCo has it", "largest 64th in 2 bits as in SparseLoCo"),
@@ -54,6 +58,8 @@ def _rounds(at: int) -> Iterator[tuple[str, str]]:
 CALLED = {
     DENSE: "gradients, uncompressed",
     GRADIENT_4: "gradients, 4 bits",
+    GRADIENT_2: "gradients, 2 bits, rotated",
+    GRADIENT_1: "gradients, 1 bit, rotated",
     "gradients, rank 4": "gradients, rank 4",
     GRADIENT_SIGN: "gradients, signs",
     GRADIENT_TOP: "gradients, largest 1 %",
@@ -93,6 +99,7 @@ def shortly(name: str) -> str:
 #: Words in the names of rows, explained.
 LEGEND = (
     ("gradients, updates, every n", "what is averaged, in every step, or after every n steps, which is a round of n"),
+    ("rotated", "at random, before values are rounded (`eden`)"),
     ("top", "the elements of largest magnitude, a share of each layer"),
     ("in place", "residuals are in place: replicas train on from parameters that contain what was not sent"),
     ("DiLoCo, SparseLoCo", "as in these papers; *2 bits, in place* has DiLoCo's outer step, too"),

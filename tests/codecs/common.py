@@ -35,6 +35,7 @@ QUANTIZED = [
     "sign:bucket=1",
     "sign:bucket=50",
 ]
+ROTATED = [*(f"eden:bits={bits}" for bits in (1, 2, 3, 4, 7, 8)), "eden:bits=3,group=32", "eden:bits=5,group=4096"]
 SPARSE = [
     "topk:density=0.001",
     "topk:density=0.1",
@@ -62,7 +63,7 @@ SPARSE = [
 LOW_RANK = ["lowrank:rank=1", "lowrank:rank=2,iterations=3", "lowrank:rank=1000"]
 #: Of codecs from other packages, which the environment may name.
 OTHERS = os.environ.get("NARROWBAND_TEST_SPECS", "").split()
-SPECS = ["none", "fp16", "bf16", *QUANTIZED, *SPARSE, *LOW_RANK, *OTHERS]
+SPECS = ["none", "fp16", "bf16", *QUANTIZED, *ROTATED, *SPARSE, *LOW_RANK, *OTHERS]
 #: Both sums and their order are a backend's own business, so the last bit of a step may differ.
 SUMS = [spec for spec in SPECS if "l2" in spec or spec.startswith("sign")]
 

@@ -16,7 +16,7 @@ import narrowband as nb
 from narrowband import codecs, feedback
 from tests.codecs.common import SPECS
 
-NAMES = ["none", "fp16", "bf16", "uniform", "qsgd", "sign", "topk", "threshold", "randomk", "lowrank"]
+NAMES = ["none", "fp16", "bf16", "uniform", "qsgd", "eden", "sign", "topk", "threshold", "randomk", "lowrank"]
 _size = st.integers(1, 1 << 20)
 _density = st.floats(0, 1, exclude_min=True)
 any_codec = st.one_of(
@@ -183,6 +183,8 @@ def test_numbers_of_other_types_become_what_the_string_says(codec, canonical):
         ("uniform:group=64,scope=tensor", ["group=64", "leave one of them out"]),
         ("uniform:scope=sample", ["scope=sample", "group, tensor"]),
         ("qsgd:bits=1", ["bits=1", "[2, 8]", "sign"]),
+        ("eden:bits=9", ["eden: bits=9", "[1, 8]"]),
+        ("eden:group=100", ["group=100", "power of two", "32", "4096"]),
         ("qsgd:bits=16", ["bits=16", "[2, 8]", "for 16 use fp16"]),
         ("qsgd:bits=9", ["bits=9", "[2, 8]"]),
         ("qsgd:bucket=-1", ["bucket=-1"]),

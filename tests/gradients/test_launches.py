@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 #: As many tensors as the smallest GPT-2 has, a third as wide; and buckets of as many of them.
 _WIDTH, _BLOCKS, _TOKENS, _PLACES, _BUCKET_MB = 256, 12, 16_752, 344, 25 / 3**2
 _FAMILIES = (
-    "candidates", "common", "compensation", "launching", "lowrank", "mixed", "momentum", "quantized", "selection",
-    "shares", "sparse",
+    "candidates", "common", "compensation", "launching", "lowrank", "mixed", "momentum", "quantized", "rotated",
+    "selection", "shares", "sparse",
 )  # fmt: skip
 
 #: Operators that give memory, or another view of it, and start nothing. Here ``zeros`` takes the place of ``empty``.
@@ -147,6 +147,8 @@ MOST = {
     "topk:density=0.01+ef:store=bf16": (123, 31, 60),
     "topk:density=0.01,values=int8+ef": (151, 59, 60),
     "topk:density=0.01,values=int8+ef:store=int8": (177, 85, 60),
+    "eden:bits=3": (15, 15, 25),
+    "eden:bits=1+ef": (17, 17, 40),
     "topk:density=0.01+ef-mixed": (201, 31, 45),
     "topk:density=0.01,values=int8+ef-mixed:sends=parts": (268, 98, 70),
     "dgc:density=0.01": (112, 20, 75),

@@ -99,6 +99,28 @@ def _payload(numel: int, bits: int, scale: kernels.Scale) -> Tensor:
     return torch.empty((header + kernels.packed_nbytes(numel, bits, GROUP) + 3) // 4 * 4, dtype=torch.uint8)
 
 
+#: Elements that are rotated together.
+_ROTATED = 512
+
+
+def _rotated(bits: int, *, decode: bool) -> Maker:
+    def make(data: Data, backend: Any) -> Loop:
+        form = {"bits": bits, "group": _ROTATED}
+        payload = torch.empty(4 + -(-data.numel // _ROTATED) * (4 + _ROTATED * bits // 8), dtype=torch.uint8)
+        if not decode:
+            return Loop(
+                lambda seed: backend.quantize_rotated(data.x, payload, **form, seed=seed),
+                nbytes=data.x.nbytes + payload.nbytes,
+            )
+        backend.quantize_rotated(data.x, payload, **form, seed=0)
+        return Loop(
+            lambda _: backend.dequantize_rotated(payload, data.y, **form, weight=0.25, accumulate=True),
+            nbytes=2 * data.y.nbytes + payload.nbytes,
+        )
+
+    return make
+
+
 def _select(sampled: bool) -> Maker:
     return lambda data, backend: Loop(
         lambda seed: backend.select_topk(data.x, data.k, sampled=sampled, seed=seed), nbytes=data.x.nbytes
@@ -474,6 +496,10 @@ LOOPS: dict[str, Maker] = {
     "qsgd-4bit-l2-encode": _quantizer(4, "l2", True),
     "qsgd-4bit-decode-accumulate": _dequantizer(4, "absmax"),
     "sign-encode": _quantizer(1, "mean", False),
+    "eden-4bit-encode": _rotated(4, decode=False),
+    "eden-4bit-decode-accumulate": _rotated(4, decode=True),
+    "eden-1bit-encode": _rotated(1, decode=False),
+    "eden-1bit-decode-accumulate": _rotated(1, decode=True),
     "group-minmax": lambda data, backend: Loop(lambda _: backend.group_minmax(data.x, GROUP), nbytes=data.x.nbytes),
     "topk-sampled-select": _select(sampled=True),
     "topk-exact-select": _select(sampled=False),

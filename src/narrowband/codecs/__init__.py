@@ -11,6 +11,7 @@ from narrowband.codecs.floats import BF16, FP16, Identity
 from narrowband.codecs.lowrank import LowRank
 from narrowband.codecs.quantized import QSGD, Sign, Uniform
 from narrowband.codecs.registry import Registry
+from narrowband.codecs.rotated import EDEN
 from narrowband.codecs.selecting import SelectingCodec
 from narrowband.codecs.sparse import RandomK, Threshold, TopK
 from narrowband.codecs.spec import check_plus, format_term, name_of, parse_term
@@ -18,6 +19,7 @@ from narrowband.codecs.spec import check_plus, format_term, name_of, parse_term
 __all__ = [
     "ALIGNMENT",
     "BF16",
+    "EDEN",
     "FP16",
     "QSGD",
     "Codec",
@@ -45,7 +47,7 @@ _REGISTRY: Registry[Codec] = Registry(
     "codec",
     "narrowband.codecs",
     Codec,  # type: ignore[type-abstract]
-    (Identity, FP16, BF16, Uniform, QSGD, Sign, TopK, Threshold, RandomK, LowRank),
+    (Identity, FP16, BF16, Uniform, QSGD, EDEN, Sign, TopK, Threshold, RandomK, LowRank),
 )
 
 

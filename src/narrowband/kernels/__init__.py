@@ -69,6 +69,13 @@ from narrowband.kernels.quantized import (
     quantize_all,
     quantize_groups,
 )
+from narrowband.kernels.rotated import (
+    dequantize_rotated,
+    dequantize_rotated_means,
+    quantize_rotated,
+    quantize_rotated_all,
+    rotated_steps_are_finite,
+)
 from narrowband.kernels.rows import (
     Affine,
     Rows,
@@ -150,6 +157,8 @@ __all__ = [
     "compensate_select_topk_all",
     "dequantize_groups",
     "dequantize_means",
+    "dequantize_rotated",
+    "dequantize_rotated_means",
     "dequantize_rows",
     "difference",
     "dwarfed_rows",
@@ -192,6 +201,8 @@ __all__ = [
     "pool_positions",
     "quantize_all",
     "quantize_groups",
+    "quantize_rotated",
+    "quantize_rotated_all",
     "quantize_rows",
     "quantize_rows_adapting",
     "quantize_rows_extremes",
@@ -201,6 +212,7 @@ __all__ = [
     "read_from_8",
     "remember_all_if",
     "restore_all_if",
+    "rotated_steps_are_finite",
     "row_extremes",
     "sample_rank",
     "sample_size",

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 SPECS = (
     "qsgd:bits=4",
     "uniform:bits=3+ef",
+    "eden:bits=2+ef",
     "topk:density=0.1+ef:store=int8",
     "dgc:density=0.1,nesterov=true",
     "dgc:density=0.1,values=fp16,masking=false",

@@ -229,7 +229,7 @@ def _codes_sign(x, begin, m, finite, q):
 
 
 @inlined
-def _pack_plane(q, m, shift, width, codes, at):
+def pack_plane(q, m, shift, width, codes, at):
     """Write ``stride`` bytes at ``codes[at:]``; the scratch ``q`` has zeros behind element m up to a multiple of 8."""
     stride = (m * width + 7) >> 3
     mask = U8((1 << width) - 1)
@@ -252,8 +252,8 @@ def _pack_plane(q, m, shift, width, codes, at):
 
 
 @inlined
-def _unpack_plane(codes, at, m, shift, width, q):
-    """Invert ``_pack_plane``; writes up to 7 elements behind element m."""
+def unpack_plane(codes, at, m, shift, width, q):
+    """Invert ``pack_plane``; writes up to 7 elements behind element m."""
     stride = (m * width + 7) >> 3
     mask = U8((1 << width) - 1)
     up = U8(shift)
@@ -369,12 +369,12 @@ def _quantizer(packing: str, scale: Scale, stochastic: bool) -> Any:
                     q[At(j)] = 0
                 if mean:
                     _codes_sign(x, begin, m, finite, q)
-                    _pack_plane(q, m, 0, 1, codes, at)
+                    pack_plane(q, m, 0, 1, codes, at)
                 else:
                     _codes(x, begin, m, low, inverse, shift, top, stochastic, start, q, 0)
                     down = 0
                     for w in widths:
-                        _pack_plane(q, m, down, w, codes, at)
+                        pack_plane(q, m, down, w, codes, at)
                         at += (m * w + 7) >> 3
                         down += w
 
@@ -415,7 +415,7 @@ def _dequantize_planes_range(lows, steps, codes, out, widths, group, offset, wei
         low = lows[g] if lows.size else F32(0)
         shift = 0
         for w in widths:
-            _unpack_plane(codes, at, m, shift, w, q)
+            unpack_plane(codes, at, m, shift, w, q)
             at += (m * w + 7) >> 3
             shift += w
         _values(q, 0, m, I32(0), I32(255), low, offset, steps[g], weight, accumulate, out, begin)

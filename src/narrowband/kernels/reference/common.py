@@ -45,7 +45,11 @@ _mixed = functools.lru_cache(maxsize=1 << 8)(mix)
 
 def hashes(begin: int, end: int, seed: int, device: torch.device) -> Tensor:
     """Return ``hash(i, seed)`` for i in [begin, end), as int64 in [0, 2**32)."""
-    h = torch.arange(begin, end, dtype=torch.int64, device=device).add_(fold(seed)).bitwise_and_(UINT32)
+    return mix_all_(torch.arange(begin, end, dtype=torch.int64, device=device).add_(fold(seed)).bitwise_and_(UINT32))
+
+
+def mix_all_(h: Tensor) -> Tensor:
+    """Apply ``mix`` to int64 numbers in [0, 2**32), in place."""
     h ^= h >> 16
     h.mul_(0x7FEB352D).bitwise_and_(UINT32)
     h ^= h >> 15
