@@ -86,6 +86,14 @@ def main(capability: int, *, every: bool, counting: list[str]) -> None:
     for adds in (False, True):
         both, form = out[:6000].view(2, 3000), {"bits": 4, "group": 128, "scale": "minmax", "accumulate": adds}
         cuda.dequantize_means(both, [slice(0, 3000)], [x], **form)
+    cuda.quantize_rotated(x, out, bits=3, group=512)
+    with Findings(x.device).noting(Findings.OWN):
+        both = [out[:3004], out[4000:7004]]
+        cuda.quantize_rotated_all([x, x], both, bits=4, group=512, seeds=[1, 2], residuals=[x.clone(), x.clone()])
+    for group in (512, 4096) if every else (512,):
+        cuda.quantize_rotated(long, out, bits=8, group=group)
+        cuda.dequantize_rotated(out, long, bits=8, group=group, accumulate=True)
+    cuda.dequantize_rotated_means(out[:6000].view(2, 3000), [slice(0, 2564)], [x], bits=4, group=512)
     cuda.restore_all_if(torch.zeros(1, dtype=torch.int32), [x], [x])
     cuda.group_minmax(x, 8192)
     cuda.checksum(out[:-1])
