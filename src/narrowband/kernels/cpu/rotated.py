@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 
@@ -18,11 +16,14 @@ from narrowband.kernels.cpu.loops import (
     NON_FINITE,
     PAGE,
     U8,
+    U32,
     At,
+    fold_seed,
     inlined,
     instruction,
     loop,
     max_magnitude,
+    mix,
     neighbours,
     prefetch,
     splat,
@@ -30,7 +31,6 @@ from narrowband.kernels.cpu.loops import (
 from narrowband.kernels.cpu.quantized import TINY, pack_plane, unpack_plane
 from narrowband.kernels.cpu.threads import spread
 from narrowband.kernels.quantized import packed_nbytes, plane_widths
-from narrowband.kernels.reference.common import UINT32, fold, mix_all_
 from narrowband.kernels.rotated import SPACINGS
 
 if TYPE_CHECKING:
@@ -239,11 +239,37 @@ def _put(typing, y, signs, weight, accumulate, at, out, begin):  # noqa: ARG001
     return types.void(y, signs, types.float32, types.boolean, types.uintp, out, types.uintp), generate
 
 
+@inlined
+def _draw(signs, folded, group):
+    """Write the sign bits of the diagonal of D."""
+    for j in range(group):
+        signs[At(j)] = I32(mix(U32(folded + U32(j))) & U32(0x80000000))
+
+
 @loop
 def _quantize_rotated_range(
-    x, bits_of_x, steps, codes, signs, group, each, widths, spacing, shift, top, middle, y, sums, q, rest, first, last
+    x,
+    bits_of_x,
+    steps,
+    codes,
+    folded,
+    group,
+    each,
+    widths,
+    spacing,
+    shift,
+    top,
+    middle,
+    y,
+    sums,
+    rest,
+    signs,
+    q,
+    first,
+    last,
 ):
     """Quantize groups [first, last). ``rest`` holds the last group, filled up with zeros, if that is not whole."""
+    _draw(signs, folded, group)
     for g in range(first, last):
         begin = g * group
         m = min(group, x.size - begin)
@@ -289,9 +315,10 @@ def _quantize_rotated_range(
 
 @loop
 def _dequantize_rotated_range(
-    steps, codes, out, signs, group, each, widths, middle, weight, accumulate, y, q, rest, first, last
+    steps, codes, out, folded, group, each, widths, middle, weight, accumulate, y, rest, signs, q, first, last
 ):
     """Decode groups [first, last)."""
+    _draw(signs, folded, group)
     for g in range(first, last):
         begin = g * group
         m = min(group, out.size - begin)
@@ -318,18 +345,16 @@ def _dequantize_rotated_range(
                 _put(y, signs, weight, accumulate, At(j), out, At(begin + j))
 
 
-@functools.lru_cache(maxsize=1 << 8)
-def _signs(group: int, folded: int) -> Array:
-    """Return the sign bits of the diagonal of D, as int32."""
-    h = torch.arange(group, dtype=torch.int64, device="cpu").add_(folded).bitwise_and_(UINT32)
-    return (mix_all_(h) >> 31 << 31).to(torch.int32).numpy()
-
-
 def _parts(payload: Tensor, groups: int) -> tuple[Array, Array, Array]:
     """Return (folded seed, steps, codes) as views of the payload."""
     bytes_ = payload.numpy()
     end = 4 + 4 * groups
     return bytes_[:4].view(np.uint32), bytes_[4:end].view(np.float32), bytes_[end:]
+
+
+def _scratch(floats: int, group: int) -> tuple[Array, ...]:
+    """Return so many arrays of floats for a group, one for its signs, and one for its codes."""
+    return *np.empty((floats, group), np.float32), np.empty(group, np.int32), np.empty(group, np.uint8)
 
 
 def _form(bits: int, group: int) -> tuple[int, Array]:
@@ -340,15 +365,14 @@ def quantize_rotated(x: Tensor, out: Tensor, *, bits: int, group: int, seed: int
     n = x.numel()
     groups = -(-n // group)
     seeds, steps, codes = _parts(out, groups)
-    seeds[0] = folded = fold(seed)
+    seeds[0] = folded = fold_seed(seed)
     each, widths = _form(bits, group)
     values, top = x.numpy(), (1 << bits) - 1
     levels = F32(SPACINGS[bits]), F32(1 << (bits - 1)), F32(top), F32(top / 2)
-    arguments = values, values.view(np.int32), steps, codes, _signs(group, folded), group, each, widths, *levels
+    arguments = values, values.view(np.int32), steps, codes, folded, group, each, widths, *levels
 
     def work(first: int, last: int) -> None:
-        y, sums, rest = np.empty((3, group), np.float32)
-        _quantize_rotated_range(*arguments, y, sums, np.empty(group, np.uint8), rest, first, last)
+        _quantize_rotated_range(*arguments, *_scratch(3, group), first, last)
 
     spread(groups, n, work, least=_LEAST)
 
@@ -366,10 +390,9 @@ def dequantize_rotated(
     groups = -(-n // group)
     form = *_form(bits, group), F32(((1 << bits) - 1) / 2), F32(weight), accumulate
     seeds, steps, codes = _parts(payload, groups)
-    arguments = steps, codes, out.numpy(), _signs(group, int(seeds[0])), group, *form
+    arguments = steps, codes, out.numpy(), seeds[0], group, *form
 
     def work(first: int, last: int) -> None:
-        y, rest = np.empty((2, group), np.float32)
-        _dequantize_rotated_range(*arguments, y, np.empty(group, np.uint8), rest, first, last)
+        _dequantize_rotated_range(*arguments, *_scratch(2, group), first, last)
 
     spread(groups, n, work, least=_LEAST)
