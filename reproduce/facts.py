@@ -20,7 +20,9 @@ from reproduce.command import RESULTS, command_line
 from reproduce.groups import DENSE, compared, groups, named, needed
 from reproduce.local_rows import (
     DILOCO,
+    GRADIENT_1,
     IN_PLACE,
+    ONE_BIT_ROUNDS,
     OTHER_TASK,
     OURS,
     RECIPES,
@@ -39,12 +41,15 @@ __all__ = ["TARGET", "Options", "main", "table"]
 
 TARGET = Path(__file__).parent.parent / "src" / "narrowband" / "planning" / "facts.json"
 
-#: Rows of ``reproduce.local`` that average updates and become facts; rows that are not recorded are left out.
-_UPDATES = (
+#: Rows of ``reproduce.local`` that become facts: those that average updates, and gradients that no other record has.
+#: Rows that are not recorded are left out.
+_ROWS = (
+    GRADIENT_1,
     SIGN_IN_PLACE,
     TOP,
     *(name.format(every) for every in ROUNDS for name in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH, IN_PLACE)),
     OURS.format(ROUNDS[0]),
+    ONE_BIT_ROUNDS.format(ROUNDS[0]),
 )
 
 #: Task → name of its text in sentences.
@@ -82,7 +87,7 @@ def _local() -> Iterator[dict[str, Any]]:
     record = json.loads((RESULTS / "local" / "summary.json").read_text())
     found = groups(record["rows"])
     rows = {(recipe.row.task, recipe.row.name): recipe.row for recipe in RECIPES}
-    for task, name in itertools.product(_TEXTS, _UPDATES):
+    for task, name in itertools.product(_TEXTS, _ROWS):
         own = named(found, task, name)
         if own is None:
             continue

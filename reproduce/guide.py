@@ -15,9 +15,12 @@ from reproduce.groups import DENSE, NOTHING, Group, compared, groups, named
 from reproduce.local_rows import (
     ALONE,
     DILOCO,
+    GRADIENT_1,
+    GRADIENT_2,
     GRADIENT_4,
     GRADIENT_SIGN,
     GRADIENT_TOP,
+    ONE_BIT_ROUNDS,
     OTHER_TASK,
     ROUNDS,
     SIGN_IN_PLACE,
@@ -38,12 +41,14 @@ LOSSES = {
     for name in (
         DENSE,
         GRADIENT_4,
+        GRADIENT_2,
+        GRADIENT_1,
         GRADIENT_SIGN,
         GRADIENT_TOP,
         UPDATES,
         SIGN_IN_PLACE,
         TOP,
-        *(each.format(ROUNDS[0]) for each in (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH, SPARSELOCO)),
+        *(each.format(ROUNDS[0]) for each in (DILOCO, TWO_BIT_ROUNDS, ONE_BIT_ROUNDS, SIXTEENTH, SPARSELOCO)),
         ALONE,
     )
 }

@@ -62,10 +62,13 @@ from reproduce.local_rows import (
     BASES,
     CHOOSING,
     DILOCO,
+    GRADIENT_1,
+    GRADIENT_2,
     GRADIENT_4,
     GRADIENT_SIGN,
     GRADIENT_TOP,
     IN_PLACE,
+    ONE_BIT_ROUNDS,
     OTHER_LENGTH,
     OTHER_TASK,
     OURS,
@@ -114,7 +117,7 @@ _CLOSE = 0.1
 # ---- claims ----------------------------------------------------------------------------------------------------------
 
 #: Headings of the page's tables of claims.
-_NEAR = "How near compressed updates come to uncompressed gradients"
+_NEAR = "How near compressed updates, and gradients in few bits, come to uncompressed gradients"
 _SAME_BYTES = "Updates or gradients, at equal bytes"
 _WORTH = "Worth sending: less loss than where each rank trains by itself"
 _FAR = "How much rounds bear, beside DiLoCo's, which are not compressed"
@@ -140,14 +143,24 @@ def _of_task(found: Sequence[Group], task: str) -> Iterator[Claim]:
     yield _near(found, task, less=_LESS_TOP, kept=_KEPT_TOP)
     yield _near(found, task, less=_LESS, kept=_KEPT, rounds=True)
     yield _near(found, task, less=_LESS_TOP, kept=_KEPT_TOP, rounds=True)
-    for own, other in ((TOP, GRADIENT_TOP), (SIGN_IN_PLACE, GRADIENT_SIGN)):
+    if GRADIENT_1 in rows:
+        yield _near(found, task, less=_LESS, kept=_KEPT, gradients=True)
+        yield _near(found, task, less=_LESS, kept=_KEPT_TOP, gradients=True)
+    for own, other in (
+        (TOP, GRADIENT_TOP),
+        (SIGN_IN_PLACE, GRADIENT_SIGN),
+        (GRADIENT_1, GRADIENT_SIGN),
+        (GRADIENT_1, SIGN_IN_PLACE),
+    ):
         if {own, other} <= rows:
-            text = f"at equal bytes updates are better than gradients: {own} than {other}"
+            text = f"at equal bytes {own} is better than {other}"
+            if own != GRADIENT_1:
+                text = f"at equal bytes updates are better than gradients: {own} than {other}"
             said = f"{shortly(own)}: less loss than {shortly(other)}"
             yield _judged(found, task, text, (own, other), _better_at_equal_bytes, _SAME_BYTES, said)
-    kinds = (DILOCO, TWO_BIT_ROUNDS, SIXTEENTH, IN_PLACE, SPARSELOCO)
+    kinds = (DILOCO, TWO_BIT_ROUNDS, ONE_BIT_ROUNDS, SIXTEENTH, IN_PLACE, SPARSELOCO)
     rounds = (name.format(every) for every in all_rounds for name in kinds)
-    for own in (GRADIENT_TOP, TOP, *rounds):
+    for own in (name for name in (GRADIENT_TOP, GRADIENT_1, TOP, *rounds) if name in rows):
         text = f"what is sent is worth it: {own} is better than ranks that train by themselves"
         yield _judged(found, task, text, (own, ALONE), _better, _WORTH, shortly(own))
     for every in all_rounds:
@@ -178,7 +191,7 @@ def _far(found: Sequence[Group], task: str, every: int, less: int) -> Claim:
     claim = Claim(text, None, "", topic=_FAR, case=_TEXTS[task], said=said)
     try:
         diloco = needed(found, task, DILOCO.format(every))
-        kinds = (OURS, SPARSELOCO, IN_PLACE, SIXTEENTH, TWO_BIT_ROUNDS)
+        kinds = (OURS, SPARSELOCO, IN_PLACE, SIXTEENTH, TWO_BIT_ROUNDS, ONE_BIT_ROUNDS)
         best = _best(found, task, [name.format(every) for name in kinds], diloco, less=less)
     except LookupError as error:
         return replace(claim, figures=str(error), found=str(error).partition(": ")[0])
@@ -254,14 +267,22 @@ def _traffic(group: Group) -> str:
     return NOTHING if group.ratio is None else f"{group.ratio:,.0f} times less traffic"
 
 
-def _near(found: Sequence[Group], task: str, *, less: float, kept: float, rounds: bool = False) -> Claim:
-    """Compare the best updates with at least ``less`` times less traffic with dense; with ``rounds``, rounds count."""
+def _near(
+    found: Sequence[Group], task: str, *, less: float, kept: float, rounds: bool = False, gradients: bool = False
+) -> Claim:
+    """Compare the best updates with at least ``less`` times less traffic with dense; with ``rounds``, rounds count.
+    With ``gradients``, compare the best gradients.
+    """
     names = [SIGN_IN_PLACE, TWO_BITS, TOP, TOP_6, TOP_2]
     if rounds:
-        names += [SHORT, *(kind.format(every) for every in ROUNDS for kind in (TWO_BIT_ROUNDS, SIXTEENTH, IN_PLACE))]
+        kinds = (TWO_BIT_ROUNDS, ONE_BIT_ROUNDS, SIXTEENTH, IN_PLACE)
+        names += [SHORT, *(kind.format(every) for every in ROUNDS for kind in kinds)]
     when = "in every step or in rounds" if rounds else "in every step"
+    if gradients:
+        names, when = [GRADIENT_1, GRADIENT_2, GRADIENT_4, GRADIENT_SIGN, GRADIENT_TOP], "in every step, gradients"
+    what = "gradients in every step" if gradients else f"updates {when}"
     text = (
-        f"{task}: updates {when} with at least {less:g} {_THAN_DDP}: the loss of the best such row is at most "
+        f"{task}: {what} with at least {less:g} {_THAN_DDP}: the loss of the best such row is at most "
         f"{kept:.0%} above dense"
     )
     said = f"{when}, at least {less:g} times less traffic: at most {kept:.0%} more loss"
@@ -435,6 +456,7 @@ def _columns(_: str) -> tuple[Column, ...]:
 _LABELS = {
     DENSE: ("uncompressed", False),
     GRADIENT_4: ("gradients, 4 bits", False),
+    GRADIENT_1: ("gradients, 1 bit, rotated", False),
     GRADIENT_SIGN: ("gradients, signs", False),
     GRADIENT_TOP: ("gradients, top 1 %", False),
     ALONE: ("nothing is sent", False),

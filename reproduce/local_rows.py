@@ -293,14 +293,15 @@ def _other_lengths() -> Iterator[Recipe]:
 
 
 def _other_text() -> Iterator[Recipe]:
-    """Yield the other text's rows: rounds of 30 steps, and the first text's rows without ``--long``.
+    """Yield the other text's rows: rounds of 30 steps, rotated gradients in 1 bit, and the first text's rows without
+    ``--long``.
 
     Rounds with residuals apart are left out.
     """
     rounds = [row.row.name for row in _rounds(ROUNDS[1], turn=2)]
     for recipe in _AVERAGED:
         name = recipe.row.name
-        if name != OURS.format(ROUNDS[0]) and (not recipe.long or name in rounds):
+        if name != OURS.format(ROUNDS[0]) and (not recipe.long or name in (GRADIENT_1, *rounds)):
             yield replace(recipe, row=_on_other_text(recipe.row), turn=recipe.turn + 5, long=True)
 
 

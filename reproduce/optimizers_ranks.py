@@ -92,7 +92,6 @@ SPECS: tuple[str, ...] = (
     "eden:bits=3",
     "eden:bits=2",
     "eden:bits=1",
-    "eden:bits=1+ef",
     "powersgd:rank=4",
     "sign+ef",
     "topk:density=0.04,values=int8+ef",

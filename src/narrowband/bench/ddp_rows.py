@@ -90,7 +90,7 @@ class Config:
     rate: str = "auto"
     model: str = "gpt-13m"
     codecs: tuple[str, ...] = (
-        "none", "fp16", "topk:density=0.01+ef", "dgc:density=0.001", "powersgd:rank=4", "qsgd:bits=4",
+        "none", "fp16", "topk:density=0.01+ef", "dgc:density=0.001", "powersgd:rank=4", "qsgd:bits=4", "eden:bits=1",
     )  # fmt: skip
     sharded: bool = False
     baselines: bool = False

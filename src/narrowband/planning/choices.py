@@ -20,7 +20,8 @@ __all__ = ["DEFAULT_CODECS", "check_specs", "measured", "options", "plan_of", "t
 
 #: One codec of each family, with settings whose loss was measured.
 DEFAULT_CODECS = (
-    "none", "fp16", "uniform:bits=8", "qsgd:bits=4", "powersgd:rank=4", "sign+ef", "topk:density=0.01+ef",
+    "none", "fp16", "uniform:bits=8", "qsgd:bits=4", "eden:bits=2", "eden:bits=1", "powersgd:rank=4", "sign+ef",
+    "topk:density=0.01+ef",
 )  # fmt: skip
 
 
