@@ -280,7 +280,7 @@ def _near(
     when = "in every step or in rounds" if rounds else "in every step"
     if gradients:
         names, when = [GRADIENT_1, GRADIENT_2, GRADIENT_4, GRADIENT_SIGN, GRADIENT_TOP], "in every step, gradients"
-    what = "gradients in every step" if gradients else f"updates {when}"
+    what = "gradients of every step" if gradients else f"updates {when}"
     text = (
         f"{task}: {what} with at least {less:g} {_THAN_DDP}: the loss of the best such row is at most "
         f"{kept:.0%} above dense"

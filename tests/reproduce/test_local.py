@@ -37,6 +37,9 @@ BYTES = {
     "gradients, top 1%": (78.0, 39.0),
     "updates, top 1%": (77.0, 38.0),
     "gradients, sign": (30.0, 30.0),
+    "gradients, 1 bit, rotated": (30.0, 30.0),
+    "gradients, 2 bits, rotated": (15.0, 15.0),
+    "every 15, 1 bit, rotated, in place": (390.0, 390.0),
     "updates, sign, in place": (30.0, 30.0),
     "updates, 2 bits": (14.2, 7.1),
     "updates, top 2%, 2 bits, in place": (157.0, 78.0),
@@ -79,6 +82,9 @@ LOSSES = {
     "updates, top 6%, 2 bits, in place": 1.520,
     "gradients, 4 bits": 1.520,
     "gradients, sign": 1.800,
+    "gradients, 1 bit, rotated": 1.485,
+    "gradients, 2 bits, rotated": 1.484,
+    "every 15, 1 bit, rotated, in place": 1.52,
     "gradients, top 1%": 1.700,
     **{
         f"every {n}, {name}": loss
@@ -199,6 +205,9 @@ def test_rounds_are_the_papers_and_ours_at_their_bytes(every):
     sparse = {f"every {every}, top {share}, 2 bits, in place" for share in ("1/64", "1/16")}
     quantized = in_place.pop(f"every {every}, 2 bits, in place")
     assert (quantized.spec, quantized.outer) == ("uniform:bits=2+ef", "nesterov")
+    if every == 15:
+        rotated = in_place.pop("every 15, 1 bit, rotated, in place")
+        assert (rotated.spec, rotated.outer) == ("eden:bits=1+ef", "nesterov")
     assert in_place.keys() == sparse
     assert {row.outer for row in in_place.values()} == {"1"}
     assert {nb.compression(row.spec).codec.mean for row in in_place.values()} == {"senders"}
@@ -242,7 +251,7 @@ def test_updates_and_the_momentum_of_gradients_do_not_go_together():
 
 # ---- claims ----------------------------------------------------------------------------------------------------------
 
-CLAIMS = 1 + 1 + 2 + 2 + 12 + 6 + 1 + 1
+CLAIMS = 1 + 1 + 2 + 2 + 4 + 14 + 6 + 1 + 1
 RATES = 8
 CHEAP, TOP = "in every step with at least 25 times less traffic", "in every step with at least 70 times less traffic"
 BETTER_TOP, BETTER_SIGN = "updates, top 1% than gradients", "updates, sign, in place than gradients"
@@ -270,7 +279,9 @@ def test_every_claim_can_hold():
         ),
         (TOP, {"updates, top 2%, 2 bits, in place": 1.56}),
         (BETTER_TOP, {"gradients, top 1%": 1.52}),
-        (BETTER_SIGN, {"gradients, sign": 1.45}),
+        (BETTER_SIGN, {"gradients, sign": 1.45, "gradients, 1 bit, rotated": 1.44}),
+        ("gradients, 1 bit, rotated is better than updates", {"updates, sign, in place": 1.46}),
+        ("worth it: every 15, 1 bit, rotated", {"every 15, 1 bit, rotated, in place": 1.95}),
         (
             FIFTEEN,
             {f"every 15, top 1/64, 2 bits{where}": loss for where, loss in ((", in place", 1.55), ("", 1.60))},
@@ -292,6 +303,14 @@ def test_a_claim_does_not_hold_where_losses_say_otherwise(text, losses):
     assert of(made_up(**losses), text).verdict() == "not held"
     others = [claim for claim in EXPERIMENT.claims(groups(made_up(**losses))) if text not in claim.text]
     assert all(claim.held for claim in others)
+
+
+def test_rotated_gradients_are_compared_with_signs_and_with_uncompressed_ones():
+    worse = made_up(**{"gradients, 1 bit, rotated": 1.85})
+    for text in ("rotated is better than gradients, sign", "gradients of every step with at least 25"):
+        claims = [claim for claim in EXPERIMENT.claims(groups(worse)) if text in claim.text]
+        assert claims
+        assert {claim.verdict() for claim in claims} == {"not held"}
 
 
 def test_a_row_that_diverged_is_worse():
@@ -369,8 +388,8 @@ def test_another_text_has_claims_of_its_own():
     assert of(rows, TOP).held
     assert of(rows, TOP, "gpt").held is False
     claims = [claim.text for claim in EXPERIMENT.claims(groups(rows)) if claim.text.startswith("gpt: ")]
-    # It has no residuals apart, no signs of gradients, and no updates of length 1.
-    assert len(claims) == CLAIMS - 1 - 1 - 1 + len(local_rows.RATES["gpt"])
+    # It has no residuals apart, no signs of gradients, no rounds in one bit, and no updates of length 1.
+    assert len(claims) == CLAIMS - 1 - 2 - 1 - 1 + len(local_rows.RATES["gpt"])
     assert not any(words in text for text in claims for words in ("apart", "gradients, sign", "length 1"))
 
 
@@ -399,7 +418,7 @@ def test_every_row_is_in_a_table_with_its_distance_from_its_own_dense_row(tmp_pa
     text = path.read_text()
     assert re.search(r"\| every 15, top 1/64, 2 bits \| 4\.62 \| \+2\.00 % ± 0\.41 % \| 3\.32 kB \| 1,500 \|", text)
     assert "### tiny shakespeare as bytes, GPT: what ranks send" in text
-    assert "49 of 49 claims held ([each, with its figures](#claims))." in text
+    assert "59 of 59 claims held ([each, with its figures](#claims))." in text
     assert (tmp_path / "pictures/local/opening-light.svg").exists()
 
 
