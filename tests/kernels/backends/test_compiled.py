@@ -43,6 +43,19 @@ def all_compiled(*form: str) -> tuple[str, dict[str, list[str]]]:
     return printed, json.loads(found)
 
 
+def families_of_loops() -> set[str]:
+    """Names of files of loops."""
+    without = {"groups", "launching", "outliers", "sources", "tables"}  # have no loops of their own
+    return {path.stem for path in Path(kernels.__file__).parent.glob("cuda/[a-z]*.py")} - without
+
+
+def loops_of(family: str) -> set[str]:
+    """Names of all loops that a file's wrappers launch."""
+    source = inspect.getsource(importlib.import_module(f"narrowband.kernels.cuda.{family}"))
+    pattern = r"\b(?:run|_below|\w+\.run(?:_each|_rows)?|Launch)\(\s*(_\w+)[,)]"
+    return {f"{family}.{name}" for name in re.findall(pattern, source)}
+
+
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory):
     """Of the GPU that loops are tuned for: what was printed, what was found, and rows of loops' instructions."""
@@ -56,14 +69,9 @@ def test_every_loop_compiles_for_a_gpu_rounds_every_operation_and_needs_little_s
     found = request.getfixturevalue("usual")[1] if form == "90" else all_compiled(*form.split())[1]
     assert not {loop: inexact for loop, inexact in found.items() if inexact}
     families = {loop.partition(".")[0] for loop in found}
-    files = {path.stem for path in Path(kernels.__file__).parent.glob("cuda/[a-z]*.py")}
-    without = {"groups", "launching", "outliers", "sources", "tables"}  # have no loops of their own
-    assert families == files - without
-    for family in families:  # all of its loops
-        source = inspect.getsource(importlib.import_module(f"narrowband.kernels.cuda.{family}"))
-        pattern = r"\b(?:run|_below|\w+\.run(?:_each|_rows)?|Launch)\(\s*(_\w+)[,)]"
-        own = {f"{family}.{name}" for name in re.findall(pattern, source)}
-        assert own == {loop.partition(" ")[0] for loop in found if loop.startswith(family)}
+    assert families == families_of_loops()
+    for family in families:
+        assert loops_of(family) == {loop.partition(" ")[0] for loop in found if loop.startswith(family)}
 
 
 def test_no_function_of_tritons_returns_none():

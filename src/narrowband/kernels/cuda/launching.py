@@ -5,6 +5,10 @@ of Python for a loop that may take the GPU 5 µs. Here, compiled loops are store
 and launched again from there, by the C function that Triton's launcher ends in (:func:`_direct`). Where all but the
 tensors and a seed is known before, :class:`Launch` does not even ask what the machine code depends on.
 
+`tests/kernels/backends/test_direct_launches.py` compares this with Triton's own launcher, on a CUDA driver that notes
+launches instead of running them. The driver gets the same function, grid, block, shared memory, stream, attributes, and
+bytes of each parameter: for every loop with Triton 3.6 and 3.9, for some of every kind with 3.7 and 3.8.
+
 Tables for launches over several tensors go to the GPU through memory that is allocated once (:class:`_Stage`), because
 allocating new pinned memory costs as much as the launch.
 """
@@ -104,7 +108,8 @@ def _direct(launcher: Any, function: Any, metadata: Any, count: int) -> tuple[An
     them: its C function is replaced by one that notes what it is called with.
 
     Returns:
-        None where the launcher is not as expected, as another version's may be, or the loop needs memory of its own.
+        A function that takes the arguments in one tuple, behind all else. None where the launcher is not as expected,
+        as another version's may be, or the loop needs memory of its own.
     """
     seen: list[tuple[Any, ...]] = []
     programs, stream, arguments = object(), object(), tuple(object() for _ in range(count))
@@ -114,10 +119,16 @@ def _direct(launcher: Any, function: Any, metadata: Any, count: int) -> tuple[An
         asked(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
     except (AttributeError, TypeError, ValueError, LookupError, RuntimeError, AssertionError):
         return None  # it computes with its arguments, checks them, or is no such object at all
-    if len(seen) != 1 or seen[0][:4] != (programs, 1, 1, stream) or seen[0][-1] != arguments:
+    if len(seen) != 1 or any(hasattr(value, "data_ptr") for value in seen[0]):
         return None
-    between = seen[0][4:-1]
-    return None if any(hasattr(value, "data_ptr") for value in between) else (launch, between)
+    (given,) = seen
+    if given[:4] != (programs, 1, 1, stream):
+        return None
+    if given[-1] == arguments:
+        return launch, given[4:-1]
+    if given[-count:] == arguments:  # one by one, as Triton 3.6 gives them
+        return lambda *rest: launch(*rest[:-1], *rest[-1]), given[4:-count]
+    return None
 
 
 def _again(found: _Started, device: int, programs: int, arguments: tuple[Any, ...]) -> None:
@@ -184,7 +195,7 @@ class Launch:
 
     Args:
         loop: the loop. Its parameters are pointers, those that are not specialized behind all others; then numbers;
-            then perhaps one that differs from launch to launch and is not specialized; then constants.
+            then perhaps one of 32 bits that differs from launch to launch and is not specialized; then constants.
         programs: how many programs to launch.
         numbers: the numbers.
         constants: the constants, and options of Triton.
