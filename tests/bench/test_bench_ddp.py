@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from narrowband import lab
+from narrowband.bench import ranks
 from narrowband.bench.ddp import backend_of, run
 from narrowband.bench.ddp_rows import NO_COMMUNICATION, Config
 from narrowband.bench.models import MODELS
 from narrowband.lab import LabConfig
 from narrowband.planning import Option
+from tests.forked import forking
 from tests.gradients.training import FINGERPRINT
 
 RAW = MODELS["gpt-tiny"].numel() * 4  # with two ranks a ring all-reduce sends 2·(2 − 1)/2 of it
@@ -18,7 +21,7 @@ RAW = MODELS["gpt-tiny"].numel() * 4  # with two ranks a ring all-reduce sends 2
 
 def measured(**options):
     events = []
-    config = Config(nodes=2, model="gpt-tiny", rounds=2, steps=2, **options)
+    config = Config(**{"nodes": 2, "model": "gpt-tiny", "rounds": 2, "steps": 2} | options)
     rows = run(config, events.append)
     assert [event["done"] for event in events] == list(range(1, events[-1]["of"] + 1))
     return {row["codec"]: row for row in rows}, rows
@@ -65,9 +68,19 @@ def test_a_baseline_that_fails_is_a_row_and_not_the_end(on_loopback):
     assert "one bucket" in ordered[-1]["note"]
 
 
+AS_A_MODULE = """
+import runpy, sys
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.lab
-def test_the_kernel_counts_what_the_library_says_that_it_sent():
-    rows, _ = measured(rate="1gbit", codecs=("none", "fp16"))
+def test_the_kernel_counts_what_the_library_says_that_it_sent(monkeypatch):
+    """With ranks that are forked: they import nothing anew."""
+    with forking() as forked, monkeypatch.context() as patch:
+        patch.setattr(ranks, "run", lambda place, words, **how: lab.run(place, forked(AS_A_MODULE, *words[2:]), **how))
+        rows, _ = measured(rate="1gbit", codecs=("none", "fp16"), rounds=1)
     for name in ("none", "fp16"):
         assert rows[name]["link_bytes_per_step"] == pytest.approx(rows[name]["sent_bytes_per_step"], rel=0.05)
     assert rows[NO_COMMUNICATION]["link_bytes_per_step"] < 0.02 * RAW
@@ -100,15 +113,20 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts(arguments, mess
         Config(**arguments)
 
 
-@pytest.mark.lab
-def test_one_model_sharded_among_all_ranks_has_rows_of_pairs():
+BEHIND_LINKS = pytest.param("1gbit", marks=[pytest.mark.lab, pytest.mark.thorough])
+
+
+@pytest.mark.parametrize("rate", ["none", BEHIND_LINKS])
+def test_one_model_sharded_among_all_ranks_has_rows_of_pairs(rate):
+    """What such a model sends, tests/sharding compares with the kernel's counts."""
     pair = "qsgd:bits=8/uniform:bits=8"
-    config = Config(
-        nodes=2, rate="1gbit", sharded=True, model="gpt-tiny", codecs=("none/none", pair), rounds=1, steps=2
-    )
+    config = Config(nodes=2, rate=rate, sharded=True, model="gpt-tiny", codecs=("none/none", pair), rounds=1, steps=2)
     rows = {row["codec"]: row for row in run(config)}
     assert list(rows) == [NO_COMMUNICATION, "torch: FSDP2", "none/none", pair]
     assert not any("error" in row for row in rows.values())
+    assert 0 < rows[pair]["sent_bytes_per_step"] < rows["none/none"]["sent_bytes_per_step"] / 3.5
+    if rate == "none":
+        return
     assert rows[pair]["link_bytes_per_step"] == pytest.approx(rows[pair]["sent_bytes_per_step"], rel=0.1)
     assert rows[pair]["link_bytes_per_step"] < rows["torch: FSDP2"]["link_bytes_per_step"] / 4
 

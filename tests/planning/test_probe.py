@@ -19,7 +19,7 @@ from narrowband.cli import main
 from narrowband.planning.meeting import Meeting, MeetingError, join
 from narrowband.planning.probe import ANSWERED, NO_WAY, REFUSED, SILENT, STRANGER, Knock, Peers, Seat, Way, probe
 from narrowband.planning.troubles import notes_of, troubles_of
-from tests.lab.processes import python
+from tests.forked import forking
 from tests.ranks import run_ranks
 
 
@@ -291,7 +291,8 @@ def test_links_that_are_slow_cut_or_lose_large_packets_are_told_apart(tmp_path):
     from narrowband.lab import LabConfig, run
 
     config = LabConfig(nodes=3, up="8mbit,80mbit,80mbit", down="80mbit", timeout_s=120.0)
-    assert run(config, python(BEHIND_LINKS, str(tmp_path))).exit_code == 1
+    with forking() as forked:
+        assert run(config, forked(BEHIND_LINKS, str(tmp_path))).exit_code == 1
     said = json.loads((tmp_path / "0.json").read_text())
     there, back, large = said["troubles"]
     assert there.startswith("rank 1 on rank1 got no answer from rank 2 on rank2 (10.213.0.3), TCP port")
