@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import narrowband as nb
+from narrowband.cli import main
 from narrowband.codecs.registry import Registry
 from tests.ranks import run_ranks
 
@@ -35,14 +36,6 @@ def site(tmp_path_factory):
     return site
 
 
-@pytest.fixture
-def path(site, monkeypatch):
-    """New processes find the package."""
-    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT / "src"), str(ROOT)])
-    monkeypatch.setenv("PYTHONPATH", path)
-    return path
-
-
 def ran(rank, world_size, folders, run):
     """What ``run`` returns, and what it writes to stdout and stderr, where these folders are on the path."""
     sys.path[:0] = folders
@@ -57,12 +50,15 @@ def in_a_new_process(run, *folders):
     return run_ranks(ran, 1, [str(folder) for folder in folders], run, fresh=True, group=False)[0]
 
 
-def test_narrowband_codecs_lists_them(path):
-    command = [sys.executable, "-m", "narrowband.cli", "codecs"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert answer.returncode == 0, answer.stderr
-    assert "ternary" in answer.stdout
-    assert "+decayed" in answer.stdout
+def listed():
+    return main(["codecs"])
+
+
+def test_narrowband_codecs_lists_them(site):
+    code, out, err = in_a_new_process(listed, site)
+    assert code == 0, err
+    assert "ternary" in out
+    assert "+decayed" in out
 
 
 def contract():

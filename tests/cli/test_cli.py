@@ -343,7 +343,7 @@ def test_lab_passes_on_the_exit_code_and_writes_the_counts(narrow, tmp_path):
 def test_ctrl_c_keeps_finished_rows_and_resume_goes_on(narrow, tmp_path):
     words = ["demo", "--nodes", "2", "--model", "gpt-tiny", "--steps", "12", "--codecs", "qsgd:bits=4"]
     words += ["--out", str(tmp_path)]
-    said = stopped([sys.executable, "-m", "narrowband.cli", *words], lambda: list(tmp_path.glob("rows/none-*.json")))
+    said = stopped(words, tmp_path, "rows/none-*.json")
     assert "the same command with --resume goes on from there" in said
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("rows/*.json")}
 

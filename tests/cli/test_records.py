@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import signal
-import sys
 from dataclasses import replace
 
 import pytest
@@ -101,8 +100,8 @@ def test_after_sigterm_whole_rounds_of_bench_ddp_are_kept_and_another_run_overwr
     monkeypatch.setenv("TMPDIR", str(temporary))
     words = ["bench", "ddp", "--nodes", "2", "--rate", "none", "--model", "gpt-tiny", "--codecs", "none", "qsgd:bits=4"]
     words += ["--steps", "1", "--json", str(path), "--rounds"]
-    command = [sys.executable, "-m", "narrowband.cli", *words, "100000"]
-    assert f"What was measured so far is in {path}." in stopped(command, path.exists, signal.SIGTERM)
+    said = stopped([*words, "100000"], tmp_path, path.name, signal.SIGTERM)
+    assert f"What was measured so far is in {path}." in said
     assert not list(temporary.glob("narrowband-*"))
     kept = path.read_bytes()
     rows = json.loads(kept)["rows"]
