@@ -96,7 +96,7 @@ def test_of_gated_blocks_neither_products_nor_normalized_forms_are_kept(monkeypa
 
 def test_under_autocast_too(monkeypatch):
     torch.manual_seed(0)
-    model, x = nn.Sequential(Gated(), Gated()), tokens()
+    model, x = Gated(), tokens()
     (before, error_before), (after, error_after) = both(monkeypatch, model, x, cast=True)
     assert after[1] < 0.75 * before[1]
     assert 0 < error_after < 1.2 * error_before
@@ -118,13 +118,15 @@ def rms(x):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-@pytest.mark.parametrize(("function", "width"), [
-    (lambda h, w: w * rms(h), WIDTH // 2),  # rows that share a range
-    (lambda h, w: w * (h - h.mean(-1, keepdim=True)), WIDTH),
-    (lambda h, w: w * h.exp(), WIDTH),
-    (lambda h, w: w * (h / (h.abs() + 1e-3)), WIDTH),
-    (lambda h, w: w * h.softmax(-1), WIDTH),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "width"),
+    [
+        (lambda h, w: w * rms(h), WIDTH // 2),  # rows that share a range
+        (lambda h, w: w * (h - h.mean(-1, keepdim=True)), WIDTH),
+        (lambda h, w: w * h.exp(), WIDTH),
+        *thorough((lambda h, w: w * (h / (h.abs() + 1e-3)), WIDTH), (lambda h, w: w * h.softmax(-1), WIDTH)),
+    ],
+)
 def test_what_would_make_errors_larger_is_kept_as_before(monkeypatch, function, width):
     torch.manual_seed(0)
     model, x = Of(function, width), tokens(2 * ROWS)
@@ -136,10 +138,7 @@ def test_what_would_make_errors_larger_is_kept_as_before(monkeypatch, function, 
 def test_small_rows_come_back_of_a_norm_whose_rows_are_whole_groups(monkeypatch):
     """Each row has ranges of its own: none is rounded as coarsely as the largest one."""
     torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(Gated(), Gated()),
-        (torch.logspace(-3, 3, ROWS)[:, None] * tokens()).detach().requires_grad_(),
-    )
+    model, x = Gated(), (torch.logspace(-3, 3, ROWS)[:, None] * tokens()).detach().requires_grad_()
     (before, error_before), (after, error_after) = both(monkeypatch, model, x)
     assert after[1] < 0.7 * before[1]
     assert 0 < error_after < 1.2 * error_before
@@ -169,7 +168,7 @@ def test_names_of_nodes_that_only_forward_has_are_no_values_of_backward(monkeypa
         return p * F.silu(h)
 
     torch.manual_seed(0)
-    model = nn.Sequential(Of(function), Of(function))
+    model = Of(function)
     (before, error_before), (after, error_after) = both(monkeypatch, model, tokens())
     assert after[1] < before[1]
     assert 0 < error_after < 1.2 * error_before

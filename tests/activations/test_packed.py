@@ -18,6 +18,7 @@ from narrowband.activations.layout import Arrangement, Grouping
 from narrowband.activations.packed import Exact, Packed, Payload
 from narrowband.activations.ranges import Estimates, ranges
 from tests.activations.tensors import some_tensor
+from tests.thorough import thorough
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -63,8 +64,9 @@ def test_nearest_is_equations_3_and_5_in_float64(bits, share, dtype):
     assert ((found.double() - expected).abs() <= alpha / top + rounding).all()
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize(
+    ("bits", "symmetric"), [(8, False), (4, True), (2, False), *thorough((8, True), (4, False), (2, True))]
+)
 def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(bits, symmetric):
     torch.manual_seed(3)
     x, seeds = torch.randn(6, 2, 20), 800

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.utils.checkpoint import checkpoint
 
 import narrowband as nb
+from tests.thorough import thorough
 
 
 def model(boundary):
@@ -256,10 +257,18 @@ class Unrolled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward"),
-    [("uniform:bits=8", "qsgd:bits=4"), ("sign", "sign+ef"), ("topk:density=0.2", "topk:density=0.2,reuse=forward")],
+    ("compiled", "forward", "backward"),
+    [
+        ("model", "uniform:bits=8", "qsgd:bits=4"),
+        ("step", "sign", "sign+ef"),
+        ("model", "topk:density=0.2", "topk:density=0.2,reuse=forward"),
+        *thorough(
+            ("step", "uniform:bits=8", "qsgd:bits=4"),
+            ("model", "sign", "sign+ef"),
+            ("step", "topk:density=0.2", "topk:density=0.2,reuse=forward"),
+        ),
+    ],
 )
-@pytest.mark.parametrize("compiled", ["model", "step"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 def test_a_compiled_model_has_the_same_bits(forward, backward, compiled):
     from torch._dynamo.testing import CompileCounterWithBackend

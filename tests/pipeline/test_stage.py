@@ -132,20 +132,21 @@ def test_stages_train_as_boundaries_do(name, forward, backward):
     check_same(name, forward, backward)
 
 
+WITH_FEEDBACK = ("qsgd:bits=4+aq-sgd:store=fp16", "topk:density=0.3+ef21")
+REUSED = ("topk:density=0.3", "topk:density=0.3,reuse=forward")
+TO_ITSELF = since_2_12("a rank sends to itself, which gloo cannot")
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "forward", "backward"),
     [
-        "Interleaved1F1B",
-        "InterleavedZeroBubble",
-        pytest.param("ZBVZeroBubble", marks=since_2_12("a rank sends to itself, which gloo cannot")),
-        pytest.param("DualPipeV", marks=since_2_12("a rank sends to itself, which gloo cannot")),
-    ],
-)
-@pytest.mark.parametrize(
-    ("forward", "backward"),
-    [
-        ("qsgd:bits=4+aq-sgd:store=fp16", "topk:density=0.3+ef21"),
-        ("topk:density=0.3", "topk:density=0.3,reuse=forward"),
+        ("Interleaved1F1B", *WITH_FEEDBACK),
+        ("InterleavedZeroBubble", *REUSED),
+        pytest.param("ZBVZeroBubble", *WITH_FEEDBACK, marks=TO_ITSELF),
+        pytest.param("DualPipeV", *REUSED, marks=TO_ITSELF),
+        *thorough(("Interleaved1F1B", *REUSED), ("InterleavedZeroBubble", *WITH_FEEDBACK)),
+        pytest.param("ZBVZeroBubble", *REUSED, marks=[TO_ITSELF, pytest.mark.thorough]),
+        pytest.param("DualPipeV", *WITH_FEEDBACK, marks=[TO_ITSELF, pytest.mark.thorough]),
     ],
 )
 def test_several_stages_on_a_rank(name, forward, backward):

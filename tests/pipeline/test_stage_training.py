@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import narrowband as nb
 from tests.pipeline.stages import BATCH, CPU, MICROBATCHES, STEPS, batch, ids, loss_fn, parts, run_step, schedule_of
 from tests.ranks import RankError, run_ranks
+from tests.thorough import thorough
 from tests.torches import OLDEST, since_2_12
 
 # ---- what crosses a boundary -----------------------------------------------------------------------------------------
@@ -212,8 +213,13 @@ def shuffled_differently(rank, world_size, direction, what):
         run_step(schedule, [stage], *batch(step))
 
 
-@pytest.mark.parametrize("what", ["order", "new", "new on the sender", "warm-up"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("direction", "what"),
+    [
+        *(("forward", "new on the sender"), ("forward", "warm-up"), ("backward", "order"), ("backward", "new")),
+        *thorough(("backward", "new on the sender"), ("backward", "warm-up"), ("forward", "order"), ("forward", "new")),
+    ],
+)
 def test_ranks_that_shuffle_differently_later_are_told(direction, what):
     """Of new samples, messages are longer than the receiver expects, or shorter."""
     with pytest.raises(RankError) as error:

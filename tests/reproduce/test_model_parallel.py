@@ -33,7 +33,7 @@ ROWS = {
     "by sample": replace(DENSE, name="by sample", forward="topk:density=0.1+aq-sgd:store=fp16", backward=TOP),
     "reuse": replace(
         DENSE, task="gpt", name="reuse", optimizer="adamw", lr=1e-3, epochs=4, batch=2, limit=400,
-        forward="topk:density=0.1", backward="topk:density=0.1,reuse=forward",
+        forward="topk:density=0.1", backward="topk:density=0.1,reuse=forward", width=32,
     ),
     "tuned": replace(
         DENSE, task="tuned", name="tuned", optimizer="adamw", lr=1e-3, epochs=1, batch=2, limit=4500,
