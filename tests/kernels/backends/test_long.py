@@ -160,8 +160,15 @@ def test_where_the_sample_misled_all_is_looked_at(looking, afterwards, monkeypat
     assert all(found > room or found < k for found, room in seen)
 
 
-@pytest.mark.parametrize("kind", ["few-levels", "clustered", *thorough("normal", "equal", "zeros", "any-bits")])
-@pytest.mark.parametrize("scarce", [2, N])
+@pytest.mark.parametrize(
+    ("kind", "scarce"),
+    [
+        ("few-levels", 2),
+        ("clustered", N),
+        *thorough(("few-levels", N), ("clustered", 2)),
+        *thorough(*((kind, scarce) for kind in ("normal", "equal", "zeros", "any-bits") for scarce in (2, N))),
+    ],
+)
 def test_what_reaches_a_threshold_is_put_aside_where_there_is_room(looking, monkeypatch, kind, scarce):
     """Much of it where that is half of a tensor, and next to nothing otherwise; and with a sample's threshold."""
     from narrowband.kernels.cuda import candidates, selection
@@ -263,9 +270,15 @@ def several(broken=0.0):
     return xs, residuals, ks, outs
 
 
-@pytest.mark.parametrize("backend", ["triton_", "looking"])
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("broken", [0.0, torch.inf])
+#: Backend, whether there are residuals, and what is added to an element.
+_PASSES = [
+    ("triton_", False, 0.0), ("triton_", True, torch.inf), ("looking", True, 0.0), ("looking", False, torch.inf),
+    *thorough(("triton_", True, 0.0), ("triton_", False, torch.inf), ("looking", False, 0.0)),
+    *thorough(("looking", True, torch.inf)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "feedback", "broken"), _PASSES)
 def test_payloads_of_several_tensors(request, backend, feedback, broken):
     """Bytes, and what is left, are those of one tensor after the other."""
     xs, residuals, ks, outs = several(broken)
@@ -278,9 +291,7 @@ def test_payloads_of_several_tensors(request, backend, feedback, broken):
     assert_same(*outcomes)
 
 
-@pytest.mark.parametrize("backend", ["triton_", "looking"])
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("broken", [0.0, torch.inf])
+@pytest.mark.parametrize(("backend", "feedback", "broken"), _PASSES)
 def test_selections_of_several_tensors_whose_values_are_rounded_later(request, backend, feedback, broken):
     """Indices in a payload's form, values, and −0 where they were, to which what is left is added."""
     xs, residuals, ks, outs = several(broken)
@@ -314,10 +325,17 @@ def test_what_is_not_finite_in_several_tensors_is_noted(looking, broken):
     assert bool((outs[1] == 0xAA).all()) is (broken != 0.0)
 
 
-@pytest.mark.parametrize("backend", ["triton_", "looking"])
 @pytest.mark.parametrize(
-    ("nesterov", "masking", "apart"),
-    [(False, True, False), (True, True, False), (False, False, False), (True, False, False), (True, False, True)],
+    ("backend", "nesterov", "masking", "apart"),
+    [
+        ("triton_", False, True, False),
+        ("triton_", True, False, True),
+        ("looking", True, True, False),
+        ("looking", False, False, False),
+        ("looking", True, False, True),
+        *thorough(("triton_", True, True, False), ("triton_", False, False, False), ("triton_", True, False, False)),
+        *thorough(("looking", False, True, False), ("looking", True, False, False)),
+    ],
 )
 def test_momentum_steps_of_several_tensors(request, backend, nesterov, masking, apart):
     """Payloads, sums and what is forgotten are those of one tensor after the other; all of it can be undone. Values may
@@ -345,7 +363,7 @@ def test_momentum_steps_of_several_tensors(request, backend, nesterov, masking, 
     assert_same(*outcomes)
 
 
-@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+@pytest.mark.parametrize("broken", [torch.inf, *thorough(torch.nan)])
 def test_a_momentum_step_that_is_not_finite_is_noted_and_can_be_undone(looking, broken):
     xs, nows, ks, outs = (place(looking, part) for part in several(broken))
     befores = [x.clone() for x in nows]

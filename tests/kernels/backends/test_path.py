@@ -14,6 +14,7 @@ from narrowband.kernels import backends
 from tests.gradients.training import compress, flat, loss_of, sgd, train, wrap
 from tests.interpreter import hasten
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -24,17 +25,17 @@ SPECS = (
     "eden:bits=2+ef",
     "topk:density=0.1+ef:store=int8",
     "dgc:density=0.1,nesterov=true",
-    "dgc:density=0.1,values=fp16,masking=false",
     "topk:density=0.1,values=int8+ef:store=bf16",
-    "uniform:bits=5+ef:store=int8",
     "dgc:density=0.1,store=int8,clip=2",
     "uniform:bits=3+ef21",
     "uniform:bits=5+ef:decay=0.9",
     "powersgd:rank=2",
     "powersgd:rank=2,halves=1",
     "topk:density=0.2+ef",
-    "dgc:density=0.2",
 )
+
+#: Further combinations of what those have.
+MORE = ("dgc:density=0.1,values=fp16,masking=false", "uniform:bits=5+ef:store=int8", "dgc:density=0.2")
 
 #: What is encoded once more by its owners, or added up by them.
 COLLECTIVES = {
@@ -49,7 +50,7 @@ def small():
     return torch.nn.Sequential(torch.nn.Linear(24, 20), torch.nn.Tanh(), torch.nn.Linear(20, 8))
 
 
-def trained(rank, world_size, package):
+def trained(rank, world_size, package, specs):
     """Spec → parameters, residuals and losses after some steps on the CPU, and whose loops these were. In one step a
     gradient of one rank is inf, and no optimizer uses the averages. With Triton's loops, steps are decided by what the
     loops note.
@@ -60,7 +61,7 @@ def trained(rank, world_size, package):
     steps.AHEAD = {"cpu"} if package.endswith("cuda") else set()
     backends._chosen.clear()
     found = {}
-    for spec in SPECS:
+    for spec in specs:
         # The interpreter takes its time, and set-up runs what training runs; some of it shows that it does.
         warmup._SIDES = (32,) if spec.startswith("uniform:bits=3") else ()
         model = wrap(small())
@@ -78,19 +79,31 @@ def trained(rank, world_size, package):
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """What ranks find with Triton's loops and with the reference's, in turn."""
+def trained_twice(rank, world_size, specs):
+    """With Triton's loops, and with the reference's."""
+    return [trained(rank, world_size, f"narrowband.kernels.{name}", specs) for name in ("cuda", "reference")]
+
+
+def on_ranks(specs):
+    """What ranks find with Triton's loops, in rank order, and with the reference's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")  # on machines with a GPU, too: Triton asks as it is imported
-        return [
-            run_ranks(trained, 2, f"narrowband.kernels.{name}", fresh=True, timeout_s=300)
-            for name in ("cuda", "reference")
-        ]
+        return list(zip(*run_ranks(trained_twice, 2, specs, fresh=True, timeout_s=300), strict=True))
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith("powersgd")])
-def test_models_trained_by_tritons_loops_are_those_trained_by_the_reference(spec, ranks):
+@pytest.fixture(scope="module")
+def ranks():
+    return on_ranks(SPECS)
+
+
+@pytest.fixture(scope="module")
+def ranks_of_more():
+    return on_ranks(MORE)
+
+
+@pytest.mark.parametrize("spec", [*(spec for spec in SPECS if not spec.startswith("powersgd")), *thorough(*MORE)])
+def test_models_trained_by_tritons_loops_are_those_trained_by_the_reference(spec, request):
+    ranks = request.getfixturevalue("ranks_of_more" if spec in MORE else "ranks")
     for own, theirs in zip(*ranks, strict=True):
         (parameters, residual, losses, name), (expected, waits, its, _) = own[spec], theirs[spec]
         assert name == "cuda"

@@ -114,7 +114,7 @@ def test_sparse_sum_rows(n: int, seed: int, k: int, count: int, spare: int, weig
 @given(sizes=st.lists(st.tuples(st.sampled_from([1, 100, 5000, CACHED + 1]), numbers), min_size=1,
        max_size=3), rows=st.integers(1, 3), damaged=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
 @example(sizes=[(100, 30), (5000, 1300)], rows=3, damaged=True, seed=1)
-@settings(lean, max_examples=examples(80))
+@settings(lean, max_examples=examples(40))
 def test_sparse_sums_of_several_tensors(sizes: list[tuple[int, int]], rows: int, damaged: bool, seed: int) -> None:
     """As one after the other, and nothing when a part of any of them is damaged."""
     rng, begins, at = np.random.default_rng(seed), [], 0
