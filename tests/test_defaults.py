@@ -31,6 +31,7 @@ from tests.coded.training import mlp as coded_mlp
 from tests.gradients.training import compress, data, mlp, sgd, wrap
 from tests.pipeline import stages
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 STEPS = 4
 
@@ -109,6 +110,8 @@ WITH_OPTIONS = [
     ("qsgd:bits=4", {"nodes": 1}),
 ]
 
+CASES = [*((spec, {}) for spec in GRADIENTS), *WITH_OPTIONS]
+
 
 def under_ddp(context, spec, rank, options):
     """Saved and loaded after half of the steps."""
@@ -128,21 +131,36 @@ def under_ddp(context, spec, rank, options):
     return losses
 
 
-#: What asks for no loops but those that other cases ask for, so that it need not run with both backends.
-WITHOUT_LOOPS = ("none", "Accordion", "KMeans")
+#: What runs, together, every line of the reference's loops that any case runs.
+ALL_LOOPS = (
+    "uniform:bits=4,rounding=stochastic+ef21", "sign", "topk:density=0.1,values=int8",
+    "topk:density=0.1,select=sampled", "randomk", "powersgd", "dgc", "threshold", "LGreCo",
+    "topk:density=0.1+ef {'collective': 'sparse_reduce'}",
+)  # fmt: skip
 
 
-def gradients(rank, world_size, kernels, dtype):
+def gradients(rank, world_size, kernels, dtype, begin):
     os.environ["NARROWBAND_KERNELS"] = kernels
-    cases = [*((spec, {}) for spec in GRADIENTS), *WITH_OPTIONS]
-    if kernels:
-        cases = [case for case in cases if not str(case[0]).startswith(WITHOUT_LOOPS)]
-    return {f"{spec} {options}": by_both(dtype, under_ddp, spec, rank, options) for spec, options in cases}
+    named = {f"{spec} {options}": (spec, options) for spec, options in CASES}
+    return {
+        name: by_both(dtype, under_ddp, spec, rank, options)
+        for name, (spec, options) in named.items()
+        if name.startswith(begin)
+    }
 
 
-@pytest.mark.parametrize(("kernels", "dtype"), [("", torch.float64), ("reference", torch.bfloat16)])
-def test_gradients_under_ddp(kernels, dtype):
-    assert_equal(run_ranks(gradients, 2, kernels, dtype, timeout_s=120.0, fresh=True))
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "begin"),
+    [
+        ("", torch.float64, ""),
+        ("reference", torch.bfloat16, ALL_LOOPS),
+        *thorough(("reference", torch.bfloat16, "")),
+    ],
+)
+def test_gradients_under_ddp(kernels, dtype, begin):
+    ranks = run_ranks(gradients, 2, kernels, dtype, begin, timeout_s=120.0, fresh=True)
+    assert len(ranks[0]) == (len(begin) if begin else len(CASES))
+    assert_equal(ranks)
 
 
 def by_averager(context, rank):

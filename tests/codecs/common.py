@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import narrowband as nb
 from narrowband import kernels
 from narrowband.kernels import backends
+from tests.thorough import thorough
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ QUANTIZED = [
     "sign:bucket=1",
     "sign:bucket=50",
 ]
-ROTATED = [*(f"eden:bits={bits}" for bits in (1, 2, 3, 4, 7, 8)), "eden:bits=3,group=32", "eden:bits=5,group=4096"]
+ROTATED = [*(f"eden:bits={bits}" for bits in (1, 2, 3, 4, 7, 8)), "eden:bits=1,group=32", "eden:bits=5,group=4096"]
 SPARSE = [
     "topk:density=0.001",
     "topk:density=0.1",
@@ -64,6 +65,35 @@ LOW_RANK = ["lowrank:rank=1", "lowrank:rank=2,iterations=3", "lowrank:rank=1000"
 #: Of codecs from other packages, which the environment may name.
 OTHERS = os.environ.get("NARROWBAND_TEST_SPECS", "").split()
 SPECS = ["none", "fp16", "bf16", *QUANTIZED, *ROTATED, *SPARSE, *LOW_RANK, *OTHERS]
+#: Some of them that together have each value of each key that is no number; where a test is not about numbers.
+SOME = [
+    "none",
+    "fp16",
+    "bf16",
+    "uniform:bits=1",
+    "uniform:bits=8",
+    "uniform:bits=3,symmetric=true",
+    "uniform:bits=3,group=7,rounding=stochastic",
+    "uniform:bits=3,scope=tensor",
+    "qsgd:bits=4",
+    "qsgd:bits=4,bucket=100,norm=l2",
+    "eden:bits=3",
+    "eden:bits=1,group=32",
+    "sign",
+    "topk:density=0.1",
+    "topk:density=1.0",
+    "topk:density=0.2,scope=sample,select=sampled,values=fp16,indices=int32",
+    "topk:density=0.3,select=sampled,values=fp16,indices=runs",
+    "topk:density=0.7,values=int8",
+    "topk:density=0.3,values=int4,scope=sample",
+    "topk:density=0.2,values=int2,tile=8x4",
+    "threshold:value=0.5",
+    "randomk:density=0.5",
+    "lowrank:rank=2,iterations=3",
+    *OTHERS,
+]
+#: All, of which a usual run has those.
+THESE_OR_ALL = [*SOME, *thorough(*(spec for spec in SPECS if spec not in SOME))]
 #: Both sums and their order are a backend's own business, so the last bit of a step may differ.
 SUMS = [spec for spec in SPECS if "l2" in spec or spec.startswith("sign")]
 

@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 
 import narrowband as nb
 from narrowband.errors import PayloadError
-from tests.codecs.common import DTYPES, SPARSE, SPECS, backend, bits_of
+from tests.codecs.common import DTYPES, SOME, SPARSE, SPECS, backend, bits_of
+from tests.thorough import thorough
 
 every_codec = pytest.mark.parametrize("spec", SPECS)
-every_backend = pytest.mark.parametrize("name", ["cpu", "reference"])
+every_codec_and_backend = pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        *((spec, "cpu") for spec in SPECS),
+        *((spec, "reference") for spec in SOME),
+        *thorough(*((spec, "reference") for spec in SPECS if spec not in SOME)),
+    ],
+)
 #: Some whose rows, groups and blocks end early.
 SHAPES = [(), (1,), (3,), (64,), (129,), (1000,), (3, 50), (2, 3, 5, 7)]
 GUARD = 64
@@ -45,8 +53,7 @@ class Guarded:
         return True
 
 
-@every_codec
-@every_backend
+@every_codec_and_backend
 @settings(max_examples=6)
 @given(data=st.data())
 def test_random_bytes(spec, name, data):
@@ -67,8 +74,7 @@ def test_random_bytes(spec, name, data):
         assert done, "every byte string of the right length means something"
 
 
-@every_codec
-@every_backend
+@every_codec_and_backend
 @settings(max_examples=6)
 @given(data=st.data())
 def test_flipped_bits(spec, name, data):
@@ -102,8 +108,7 @@ def test_backends_refuse_and_read_the_same_bytes(spec, data):
     assert results[0] == results[1]
 
 
-@every_codec
-@every_backend
+@every_codec_and_backend
 def test_every_wrong_length(spec, name):
     codec, shape = nb.codec(spec), (3, 50)
     payload = codec.encode(torch.randn(shape))

@@ -379,7 +379,7 @@ def programs(rank, world_size, seeds):
 @pytest.mark.parametrize(
     ("world_size", "seeds"),
     [
-        (3, range(9)),
+        (3, range(6)),
         (4, [2, 3]),
         *thorough(*((size, range(at, at + 25)) for size in (2, 3, 4) for at in range(0, 100, 25))),
     ],

@@ -447,19 +447,20 @@ def one_rank_is_not_finite(rank, world_size, ways, value, place, silent):
     return answers
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_not_finite_on_one_rank_is_not_finite_on_all(value):
+@pytest.mark.parametrize(
+    ("value", "place"), [(torch.inf, 777), (torch.nan, 0), *thorough((torch.inf, 0), (torch.nan, 777))]
+)
+def test_not_finite_on_one_rank_is_not_finite_on_all(value, place):
     # Also where the codec, left to itself, would not have sent that element.
     ways = [*WAYS, *((kind, f"{spec}+ef") for kind, spec in WAYS)]
-    for place in (0, 777):
-        answers = run_ranks(one_rank_is_not_finite, 2, ways, value, place, None)
-        for way, (kind, spec) in enumerate(ways):
-            for rank in range(2):
-                told, finite, unchanged = answers[rank][way]
-                name = f"{kind} {spec}, element {place}, rank {rank}"
-                assert not finite, name
-                assert unchanged, name
-                assert not told or not spec.endswith("+ef"), f"{name}: feedback would have been committed"
+    answers = run_ranks(one_rank_is_not_finite, 2, ways, value, place, None)
+    for way, (kind, spec) in enumerate(ways):
+        for rank in range(2):
+            told, finite, unchanged = answers[rank][way]
+            name = f"{kind} {spec}, rank {rank}"
+            assert not finite, name
+            assert unchanged, name
+            assert not told or not spec.endswith("+ef"), f"{name}: feedback would have been committed"
 
 
 def owner_owes_too_much(rank, world_size):

@@ -14,7 +14,7 @@ from narrowband.codecs.base import squared_norm
 from narrowband.feedback import ErrorFeedback
 from narrowband.feedback.arrivals import Arrivals
 from narrowband.kernels import Shared
-from tests.codecs.common import SPECS, backend, bits_of, seeds, tensors
+from tests.codecs.common import THESE_OR_ALL, backend, bits_of, seeds, tensors
 
 MOST = torch.finfo(torch.float32).max
 
@@ -211,7 +211,7 @@ def test_the_residual_stays_bounded(spec):
     assert max(norms[100:]) < 2 * max(norms[50:100])
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", THESE_OR_ALL)
 @settings(max_examples=6)
 @given(x=tensors(), seed=seeds)
 def test_rollback_undoes_encode_to_the_bit(spec, x, seed):

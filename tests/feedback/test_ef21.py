@@ -12,7 +12,7 @@ import narrowband as nb
 from narrowband.collectives import check, choose
 from narrowband.errors import UnsupportedError
 from narrowband.feedback import EF21
-from tests.codecs.common import SPECS, bits_of, seeds, tensors
+from tests.codecs.common import SPECS, THESE_OR_ALL, bits_of, seeds, tensors
 
 SHAPE = (6, 50)
 N = 300
@@ -140,7 +140,7 @@ def test_a_gradient_that_stays_is_learnt_at_the_rate_of_the_paper(density):
 # ---- the transaction -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", THESE_OR_ALL)
 @settings(max_examples=6)
 @given(x=tensors(), seed=seeds)
 def test_rollback_undoes_encode_to_the_bit(spec, x, seed):

@@ -4,6 +4,7 @@ much more. Loops are not run; the CPU's tensors play those of a GPU.
 
 from __future__ import annotations
 
+import pkgutil
 from collections import Counter
 from contextlib import nullcontext
 from importlib import import_module
@@ -20,7 +21,7 @@ from narrowband.averaging import core, warmup
 from narrowband.averaging import step as steps
 from narrowband.collectives import Engine, exchange
 from narrowband.gradients.levels import TwoLevelCompression
-from narrowband.kernels import backends
+from narrowband.kernels import backends, cuda
 from tests.ranks import run_ranks
 from tests.thorough import thorough
 
@@ -28,10 +29,6 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 #: As many tensors as the smallest GPT-2 has, a third as wide; and buckets of as many of them.
 _WIDTH, _BLOCKS, _TOKENS, _PLACES, _BUCKET_MB = 256, 12, 16_752, 344, 25 / 3**2
-_FAMILIES = (
-    "candidates", "common", "compensation", "launching", "lowrank", "mixed", "momentum", "quantized", "rotated",
-    "selection", "shares", "sparse",
-)  # fmt: skip
 
 #: Operators that give memory, or another view of it, and start nothing. Here ``zeros`` takes the place of ``empty``.
 _FREE = {
@@ -82,16 +79,17 @@ def counted(rank, world_size, spec, nodes=None, dtype=torch.float32, collective=
     """
     started: Counter[str] = Counter()
     counting = [False]
+    # All are imported before anything is replaced: what one imports from another stays as it is.
+    modules = {name: import_module(f"{cuda.__name__}.{name}") for _, name, _ in pkgutil.iter_modules(cuda.__path__)}
+    launching, candidates = modules["launching"], modules["candidates"]
+    families = [module for module in modules.values() if getattr(module, "run", None) is launching.run]
+    plain_list, plain_table = torch.Tensor.tolist, launching._on_device
+    plain_try, plain_reduce = Engine._try, TwoLevelCompression._reduce
 
     def run(loop, programs, *_arguments, **_options):
         if programs:
             started["loops"] += 1
             started[loop.__name__] += 1
-
-    for family in _FAMILIES:
-        import_module(f"narrowband.kernels.cuda.{family}").run = run
-    launching = import_module("narrowband.kernels.cuda.launching")
-    plain_table, plain_try = launching._on_device, Engine._try
 
     def table(numbers, device):
         started["tables"] += 1
@@ -111,25 +109,33 @@ def counted(rank, world_size, spec, nodes=None, dtype=torch.float32, collective=
         started["waits"] += counting[0]
         return plain_list(self)
 
-    plain_list, torch.Tensor.tolist = torch.Tensor.tolist, tolist  # it calls no operator
-    launching._on_device, Engine._try = table, counting_try
-    plain_reduce, TwoLevelCompression._reduce = TwoLevelCompression._reduce, counting_reduce
-    torch.empty = torch.zeros  # what no loop has written should be possible
-    import_module("narrowband.kernels.cuda.candidates").LONG //= 3**2
-    exchange.ASYNCHRONOUS = {"cpu"}
-    backends.PACKAGES["cpu"], steps.AHEAD = "narrowband.kernels.cuda", {"cpu"}
-    core.warm_up = warmup.use_all = lambda *_, **__: None
-    core.MEASURE_EVERY = 1 if measure else 50
-    model = DistributedDataParallel(_Transformer().to(dtype), bucket_cap_mb=_BUCKET_MB)
-    handle = nb.compress_gradients(model, spec, min_numel=1024, nodes=nodes, collective=collective)
-    for step in range(4):
-        handle._total.relative_error = 0.0  # otherwise every step would measure it: there is none to be seen
-        started.clear()
-        counting[0] = step == 3
-        model().backward()
-    assert len(list(model.parameters())) == 148
-    counting[0] = False
-    assert not measure or len(handle.layer_stats()) == len(handle._errors) == 50
+    with pytest.MonkeyPatch.context() as patch:  # ranks are used again: each imports the loops once
+        for family in families:
+            patch.setattr(family, "run", run)
+        patch.setattr(torch.Tensor, "tolist", tolist)  # it calls no operator
+        patch.setattr(torch, "empty", torch.zeros)  # what no loop has written should be possible
+        patch.setattr(launching, "_on_device", table)
+        patch.setattr(Engine, "_try", counting_try)
+        patch.setattr(TwoLevelCompression, "_reduce", counting_reduce)
+        patch.setattr(candidates, "LONG", candidates.LONG // 3**2)
+        patch.setattr(exchange, "ASYNCHRONOUS", {"cpu"})
+        patch.setattr(steps, "AHEAD", {"cpu"})
+        patch.setitem(backends.PACKAGES, "cpu", "narrowband.kernels.cuda")
+        patch.setattr(backends, "_chosen", {})
+        patch.setattr(core, "warm_up", lambda *_, **__: None)
+        patch.setattr(warmup, "use_all", lambda *_, **__: None)
+        patch.setattr(core, "MEASURE_EVERY", 1 if measure else 50)
+        model = DistributedDataParallel(_Transformer().to(dtype), bucket_cap_mb=_BUCKET_MB)
+        handle = nb.compress_gradients(model, spec, min_numel=1024, nodes=nodes, collective=collective)
+        for step in range(4):
+            handle._total.relative_error = 0.0  # otherwise every step would measure it: there is none to be seen
+            started.clear()
+            counting[0] = step == 3
+            model().backward()
+        assert len(list(model.parameters())) == 148
+        counting[0] = False
+        assert not measure or len(handle.layer_stats()) == len(handle._errors) == 50
+        handle.remove()
     return dict(started)
 
 
@@ -161,7 +167,7 @@ MOST = {
 
 @pytest.mark.parametrize("spec", MOST)
 def test_a_step_starts_little_and_waits_for_nothing(spec):
-    (found,) = run_ranks(counted, 1, spec, fresh=True)
+    (found,) = run_ranks(counted, 1, spec)
     loops, tables, operators = MOST[spec]
     assert found.get("waits", 0) == 0
     assert found["loops"] <= loops, found
@@ -173,14 +179,14 @@ def test_among_four_ranks_a_step_starts_little_more():
     """Owners encode their means: with one loop for all of a message, and for those of all owners. Ranks compare once
     what they are about to do.
     """
-    found, *_ = run_ranks(counted, 4, "qsgd:bits=4", fresh=True)
+    found, *_ = run_ranks(counted, 4, "qsgd:bits=4")
     assert found["waits"] == 1
     assert found["loops"] == found["tables"] <= 57, found
     assert found["operators"] <= 162
 
 
 def test_gradients_in_16_bits_cost_a_copy_each():
-    (found,) = run_ranks(counted, 1, "qsgd:bits=4", None, torch.bfloat16, fresh=True)
+    (found,) = run_ranks(counted, 1, "qsgd:bits=4", None, torch.bfloat16)
     assert found.get("waits", 0) == 0
     assert found["loops"] == found["tables"] <= 15, found
     assert found["operators"] <= 90, found
@@ -188,13 +194,13 @@ def test_gradients_in_16_bits_cost_a_copy_each():
 
 def test_loops_for_one_tensor_take_no_table():
     """Those that read and store residuals in 8 bits start tensor by tensor where gradients have 16 bits."""
-    (found,) = run_ranks(counted, 1, "uniform:bits=4+ef:store=int8", None, torch.bfloat16, fresh=True)
+    (found,) = run_ranks(counted, 1, "uniform:bits=4+ef:store=int8", None, torch.bfloat16)
     assert found["_in_8"] == 50
     assert found["tables"] <= 53, found
 
 
 def test_inside_of_nodes_nobody_waits_for_the_device():
-    found, *_ = run_ranks(counted, 4, "uniform:bits=4+ef", 2, fresh=True)
+    found, *_ = run_ranks(counted, 4, "uniform:bits=4+ef", 2)
     assert found["waits"] == 1  # for nodes to compare what they do
 
 
@@ -202,7 +208,7 @@ def test_payloads_as_long_as_the_data_asks_make_the_host_wait_twice_for_each_ten
     """For how many elements of each of 50 reach the threshold, and for how many have arrived; once for what is not
     finite in each of 13 buckets; and for the sizes of a message, its flag, and two vectors of small parameters.
     """
-    (found,) = run_ranks(counted, 1, "threshold:value=0.001+ef", fresh=True)
+    (found,) = run_ranks(counted, 1, "threshold:value=0.001+ef")
     assert found["waits"] <= 2 * 50 + 13 + 4, found
 
 
@@ -224,7 +230,7 @@ def test_payloads_as_long_as_the_data_asks_make_the_host_wait_twice_for_each_ten
     ],
 )
 def test_a_step_that_measures_the_error_does_not_wait_for_it(spec, ranks, dtype, collective):
-    found, *_ = run_ranks(counted, ranks, spec, None, dtype, collective, True, fresh=True)
+    found, *_ = run_ranks(counted, ranks, spec, None, dtype, collective, True)
     assert found.get("waits", 0) == (ranks > 1), found  # for ranks to compare what they do
 
 
@@ -234,7 +240,7 @@ SUMS = {"topk:density=0.01+ef": (157, 38, 107), "topk:density=0.01+ef:store=int8
 
 @pytest.mark.parametrize("spec", SUMS)
 def test_sums_of_owners_take_little_more_than_an_all_gather_and_wait_only_to_compare_steps(spec):
-    found, *_ = run_ranks(counted, 2, spec, None, torch.float32, "sparse_reduce", fresh=True)
+    found, *_ = run_ranks(counted, 2, spec, None, torch.float32, "sparse_reduce")
     loops, tables, operators = SUMS[spec]
     assert found["waits"] == 1  # for ranks to compare what they do
     assert found["loops"] <= loops, found
@@ -249,5 +255,5 @@ SUMS_KNOWN = {"topk:density=0.01,select=sampled+ef": 74, "dgc:density=0.01": 26}
 
 @pytest.mark.parametrize("spec", SUMS_KNOWN)
 def test_sums_of_owners_wait_where_the_host_has_to_know(spec):
-    found, *_ = run_ranks(counted, 2, spec, None, torch.float32, "sparse_reduce", fresh=True)
+    found, *_ = run_ranks(counted, 2, spec, None, torch.float32, "sparse_reduce")
     assert 1 < found["waits"] <= SUMS_KNOWN[spec], found

@@ -44,14 +44,26 @@ WAYS = (
 )
 
 
-def loops_of(kind):
-    seen = [way for way in WAYS if kind != "assigned" or way.get("to_none", True)]
+#: One of those with one pass, and one of those with several.
+SOME = ({"clears": "both after"}, {"detached": True, "clears": "both after", "most": 2})
+
+
+def loops_of(kind, ways):
+    seen = [way for way in ways if kind != "assigned" or way.get("to_none", True)]
     return [*(Loop(kind, **way) for way in seen), Loop(kind, spec="powersgd:rank=2")]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "view", "module", "after", "assigned"])
-def test_gradients_that_are_thrown_away_enter_no_residual(kind):
-    loops = loops_of(kind)
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [
+        ("ddp", WAYS),
+        ("after", WAYS),
+        *((kind, SOME) for kind in ("view", "module", "assigned")),
+        *thorough(*((kind, WAYS) for kind in ("view", "module", "assigned"))),
+    ],
+)
+def test_gradients_that_are_thrown_away_enter_no_residual(kind, ways):
+    loops = loops_of(kind, ways)
     for rank, found in enumerate(run_ranks(sums_of_turns, 2, loops)):
         for loop, (off, said) in zip(loops, found, strict=True):
             assert off.keys() == set(PLAYERS)
@@ -96,7 +108,7 @@ FEEDBACKS = (
 )
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", [True, *thorough(False)])
 def test_a_run_that_throws_averages_away_has_the_bits_of_one_that_freezes(scaled):
     """With every feedback, and with steps that a gradient scaler skips, the first one among them."""
     loops = [Loop(spec=spec, scaled=scaled) for spec in FEEDBACKS]
@@ -134,7 +146,7 @@ def drawn(count):
     ]
 
 
-@pytest.mark.parametrize("count", [12, *thorough(160)])
+@pytest.mark.parametrize("count", [8, *thorough(160)])
 def test_loops_of_all_kinds_have_the_bits_of_those_that_freeze_and_skip_what_is_not_finite(count):
     loops = drawn(count)
     frozen = [replace(loop, freezes=True) for loop in loops]
@@ -187,8 +199,15 @@ def resumed(rank, world_size, loop):
     return torch.equal(flat(whole.model), flat(again.model)), same(residuals(whole.handle), residuals(again.handle))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "module", "after"])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "scaled"),
+    [
+        ("ddp", True),
+        ("module", False),
+        ("after", True),
+        *thorough(("ddp", False), ("module", True), ("after", False)),
+    ],
+)
 def test_a_run_that_resumes_between_two_turns_has_the_same_bits(kind, scaled):
     assert run_ranks(resumed, 2, Loop(kind, scaled=scaled)) == [(True, True)] * 2
 
@@ -216,8 +235,10 @@ def thrown_first(rank, world_size, kind, turns):
     return [torch.equal(flat_, games[0][0]) and same(held, games[0][1]) for flat_, held in games[1:]]
 
 
-@pytest.mark.parametrize("turns", [0, 3])
-@pytest.mark.parametrize("kind", ["ddp", "module", "after"])
+@pytest.mark.parametrize(
+    ("kind", "turns"),
+    [("ddp", 0), ("ddp", 3), ("module", 3), ("after", 0), *thorough(("module", 0), ("after", 3))],
+)
 def test_a_run_that_resumes_at_an_average_that_is_thrown_away_has_the_same_bits(kind, turns):
     assert run_ranks(thrown_first, 2, kind, turns) == [[True, True]] * 2
 

@@ -17,6 +17,7 @@ from narrowband.updates import fragments
 from narrowband.updates.connections import Connections
 from tests.gradients.training import flat, loss_of, refusal, sgd, train
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 from tests.updates.peers import LONG_S, Normed, everything, join
 
 #: The files of rounds among peers, at the lines of which Ctrl-C comes.
@@ -187,12 +188,12 @@ def interrupt(stop_at, passed, until=None):
     sys.settrace(traced)
 
 
-def interrupted_anywhere(rank, world_size, address, where):
-    """One run for each line of a round, in which Ctrl-C comes there: whether the round was committed; the residuals
-    before and after it; and what keeps the peer from its next round.
+def interrupted_anywhere(rank, world_size, address, where, apart):
+    """One run for each line of a round, or for lines so far apart, in which Ctrl-C comes there: whether the round was
+    committed; the residuals before and after it; and what keeps the peer from its next round.
     """
     seen = []
-    for line in range(1, 1000):
+    for line in range(1, 1000, apart):
         model, optimizer, handle = join(address, rank, optimizer=sgd, every=1, begin_with=1, run=f"{where} {line}")
         train(model, rank, [0], optimizer)
         before = {name: x.clone() for name, x in handle.state_dict()["feedback"].items()}
@@ -234,16 +235,19 @@ def interrupted_anywhere(rank, world_size, address, where):
     raise AssertionError("a round has fewer lines")
 
 
+WHERE = ["anywhere", "where the exchange breaks off", "again before the vote", "again after the vote"]
+
+
 @pytest.mark.parametrize(
-    "where", ["anywhere", "where the exchange breaks off", "again before the vote", "again after the vote"]
+    ("where", "apart"), [*((where, 2) for where in WHERE), *thorough(*((where, 1) for where in WHERE))]
 )
-def test_wherever_a_peer_is_interrupted_its_residuals_are_those_of_the_rounds_outcome(store, where):
+def test_wherever_a_peer_is_interrupted_its_residuals_are_those_of_the_rounds_outcome(store, where, apart):
     """Of a round that was committed they are what it did not send, and otherwise those before it."""
-    (seen,) = run_ranks(interrupted_anywhere, 1, store, where, group=False, timeout_s=300.0)
+    (seen,) = run_ranks(interrupted_anywhere, 1, store, where, apart, group=False, timeout_s=300.0)
     outcomes = [committed for committed, *_ in seen]
     expected = {"again before the vote": {False}, "again after the vote": {True}}.get(where, {False, True})
     assert set(outcomes) == expected
-    assert len(seen) > (80 if where == "anywhere" else 10)
+    assert len(seen) > (80 if where == "anywhere" else 10) / apart
     sent = next((after for committed, _, after, _ in reversed(seen) if committed), None)
     for committed, before, after, refused in seen:
         assert refused is None

@@ -299,15 +299,14 @@ def programs(rank, world_size, seeds, shards=1):
     return {seed: wrong for seed, wrong in found.items() if wrong}
 
 
-#: Seeds of programs that notice a state that lacks something, a NaN that travels, or a replica that keeps one, and some
-#: others.
-KNOWN = [1, 2, 3, 11, 32, 46, 0, 5, 8]
+#: Seeds of programs that notice a state that lacks something, a NaN that travels, or a replica that keeps one.
+KNOWN = [1, 2, 3, 11, 32, 46]
 
 #: The same of replicas that two ranks share; some bring a part of an update if its ranks do not agree.
 SHARDED = [1, 5, 8]
 
 
-@pytest.mark.parametrize("seeds", [KNOWN, *thorough(*(range(at, at + 50) for at in range(100, 400, 50)))])
+@pytest.mark.parametrize("seeds", [KNOWN, *thorough([0, 5, 8], *(range(at, at + 50) for at in range(100, 400, 50)))])
 def test_replicas_stay_equal_and_nothing_is_lost(seeds):
     assert run_ranks(programs, 2, seeds) == [{}, {}]
 
