@@ -21,7 +21,7 @@ pickled, in rank order; tensors are copied.
 - ``fn`` is a module-level function (it is pickled by name) and so are the classes of its arguments and results.
 - The processes are kept and used again, which makes the second call take milliseconds. What a function changes in its
   process (environment, default dtype, patched modules) is seen by the next one; ``fresh=True`` runs in new processes
-  that are thrown away afterwards.
+  that are thrown away afterwards, and :func:`ranks_apart` in some that only its own calls use.
 - The environment is the one at the first call: ``monkeypatch.setenv`` does not reach the ranks, ``os.environ[...] =
   ...`` inside ``fn`` does.
 - An exception on a rank, a rank that dies, or a time-out raises :class:`RankError` with every rank's traceback, and for
@@ -59,11 +59,11 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerProcess
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "ranks_apart", "run_ranks"]
 
 #: After the first failure the other ranks get this long to fail too: an error that all share is reported by all.
 GRACE_S = 0.5
@@ -105,6 +105,19 @@ def run_ranks(
         return _pool.run(task, fn.__qualname__, world_size, timeout_s, group, grace_s)
     with contextlib.closing(_Pool()) as pool:
         return pool.run(task, fn.__qualname__, world_size, timeout_s, group, grace_s)
+
+
+@contextlib.contextmanager
+def ranks_apart() -> Iterator[Callable[..., list[Any]]]:
+    """A function like :func:`run_ranks`, whose processes serve no other calls than its own and end with the block: for
+    functions that change their process for good, but may be called there again.
+    """
+    with contextlib.closing(_Pool()) as pool:
+
+        def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 180.0) -> list[Any]:
+            return pool.run(pickle.dumps((fn, args)), fn.__qualname__, world_size, timeout_s, True, GRACE_S)
+
+        yield run
 
 
 # ---- the test's side -------------------------------------------------------------------------------------------------

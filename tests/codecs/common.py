@@ -94,6 +94,12 @@ SOME = [
 ]
 #: All, of which a usual run has those.
 THESE_OR_ALL = [*SOME, *thorough(*(spec for spec in SPECS if spec not in SOME))]
+#: All on both backends, of which a usual run has those on the reference.
+CODECS_AND_BACKENDS = [
+    *((spec, "cpu") for spec in SPECS),
+    *((spec, "reference") for spec in SOME),
+    *thorough(*((spec, "reference") for spec in SPECS if spec not in SOME)),
+]
 #: Both sums and their order are a backend's own business, so the last bit of a step may differ.
 SUMS = [spec for spec in SPECS if "l2" in spec or spec.startswith("sign")]
 

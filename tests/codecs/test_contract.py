@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import narrowband as nb
 from narrowband import PayloadError, codecs
 from tests.codecs.common import DTYPES, SPECS, SUMS, WRITABLE, backend, bits_of, decoded, seeds, tensor, tensors
+from tests.thorough import thorough
 
 every_codec = pytest.mark.parametrize("spec", SPECS)
 few = settings(max_examples=6)
@@ -159,8 +160,16 @@ def test_accumulating_n_payloads_is_their_mean(spec):
 
 
 @every_codec
-@pytest.mark.parametrize("form", ["odd", "transposed", "empty"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        *(("odd", dtype) for dtype in DTYPES),
+        ("transposed", torch.float32),
+        ("empty", torch.float32),
+        *thorough(*((form, dtype) for form in ("transposed", "empty") for dtype in DTYPES if dtype != torch.float32)),
+    ],
+    ids=str,
+)
 def test_the_mean_of_payloads_is_the_sum_one_after_the_other(spec, form, dtype):
     """The same bits in float32; in half precision, rounded once."""
     codec = nb.codec(spec)

@@ -12,18 +12,10 @@ from hypothesis import strategies as st
 
 import narrowband as nb
 from narrowband.errors import PayloadError
-from tests.codecs.common import DTYPES, SOME, SPARSE, SPECS, backend, bits_of
-from tests.thorough import thorough
+from tests.codecs.common import CODECS_AND_BACKENDS, DTYPES, SPARSE, SPECS, backend, bits_of
 
 every_codec = pytest.mark.parametrize("spec", SPECS)
-every_codec_and_backend = pytest.mark.parametrize(
-    ("spec", "name"),
-    [
-        *((spec, "cpu") for spec in SPECS),
-        *((spec, "reference") for spec in SOME),
-        *thorough(*((spec, "reference") for spec in SPECS if spec not in SOME)),
-    ],
-)
+every_codec_and_backend = pytest.mark.parametrize(("spec", "name"), CODECS_AND_BACKENDS)
 #: Some whose rows, groups and blocks end early.
 SHAPES = [(), (1,), (3,), (64,), (129,), (1000,), (3, 50), (2, 3, 5, 7)]
 GUARD = 64

@@ -12,9 +12,10 @@ import torch
 
 import narrowband as nb
 from narrowband import kernels
-from tests.codecs.common import QUANTIZED, SPECS, backend, group_of
+from tests.codecs.common import CODECS_AND_BACKENDS, QUANTIZED, backend, group_of
 
 every_backend = pytest.mark.parametrize("name", ["cpu", "reference"])
+every_codec_and_backend = pytest.mark.parametrize(("spec", "name"), CODECS_AND_BACKENDS)
 BAD = (torch.nan, torch.inf, -torch.inf)
 N = 1000
 
@@ -26,8 +27,7 @@ def break_at(place, bad):
     return whole, x
 
 
-@every_backend
-@pytest.mark.parametrize("spec", SPECS)
+@every_codec_and_backend
 def test_a_broken_element_is_never_decoded_as_a_finite_tensor(name, spec):
     codec = nb.codec(spec)
     for place, bad in itertools.product((0, 517, N - 1), BAD):
@@ -95,8 +95,7 @@ def test_the_others_hold_the_largest_floats(name, spec):
         assert nb.codec(spec).roundtrip(x).isfinite().all()
 
 
-@every_backend
-@pytest.mark.parametrize("spec", SPECS)
+@every_codec_and_backend
 def test_the_smallest_floats_stay_finite_and_small(name, spec):
     x = torch.randn(300) * 1e-39
     with backend(name):
@@ -105,8 +104,7 @@ def test_the_smallest_floats_stay_finite_and_small(name, spec):
     assert after.abs().max() < 1e-36
 
 
-@every_backend
-@pytest.mark.parametrize("spec", SPECS)
+@every_codec_and_backend
 def test_a_payload_says_itself_whether_it_is_finite(name, spec):
     codec = nb.codec(spec)
     x = torch.randn(N, generator=torch.Generator().manual_seed(1))
@@ -136,8 +134,7 @@ def test_a_payload_says_itself_whether_it_is_finite(name, spec):
 MOST = torch.finfo(torch.float32).max
 
 
-@every_backend
-@pytest.mark.parametrize("spec", SPECS)
+@every_codec_and_backend
 def test_no_level_of_a_payload_that_is_finite_leaves_float32(name, spec):
     """Steps are rounded: 127 of them can be more than the largest float, which is what ``nan_to_num`` makes of inf."""
     codec = nb.codec(spec)

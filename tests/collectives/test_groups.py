@@ -185,7 +185,7 @@ def messages_of_a_late_rank(rank, world_size):
     ):
         dist.barrier()
         if not rank:
-            time.sleep(2.5)
+            time.sleep(1.5)
         try:
             found.append(get().tolist())
         except RuntimeError as error:

@@ -51,7 +51,7 @@ SPECS = [
 # ---- every codec -----------------------------------------------------------------------------------------------------
 
 
-STEPS = 8
+STEPS = 6
 
 
 def train_with_each(rank, world_size, specs):

@@ -22,7 +22,7 @@ from narrowband.averaging import step as steps
 from narrowband.collectives import Engine, exchange
 from narrowband.gradients.levels import TwoLevelCompression
 from narrowband.kernels import backends, cuda
-from tests.ranks import run_ranks
+from tests.ranks import ranks_apart
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -109,7 +109,7 @@ def counted(rank, world_size, spec, nodes=None, dtype=torch.float32, collective=
         started["waits"] += counting[0]
         return plain_list(self)
 
-    with pytest.MonkeyPatch.context() as patch:  # ranks are used again: each imports the loops once
+    with pytest.MonkeyPatch.context() as patch:
         for family in families:
             patch.setattr(family, "run", run)
         patch.setattr(torch.Tensor, "tolist", tolist)  # it calls no operator
@@ -139,6 +139,13 @@ def counted(rank, world_size, spec, nodes=None, dtype=torch.float32, collective=
     return dict(started)
 
 
+@pytest.fixture(scope="module")
+def run():
+    """Ranks that import the loops once, and keep what codecs measure with loops that are not run."""
+    with ranks_apart() as ranks:
+        yield ranks
+
+
 #: Spec → the most loops, tables and operators of a step.
 MOST = {
     "uniform:bits=4+ef": (17, 17, 40),
@@ -166,8 +173,8 @@ MOST = {
 
 
 @pytest.mark.parametrize("spec", MOST)
-def test_a_step_starts_little_and_waits_for_nothing(spec):
-    (found,) = run_ranks(counted, 1, spec)
+def test_a_step_starts_little_and_waits_for_nothing(spec, run):
+    (found,) = run(counted, 1, spec)
     loops, tables, operators = MOST[spec]
     assert found.get("waits", 0) == 0
     assert found["loops"] <= loops, found
@@ -175,40 +182,40 @@ def test_a_step_starts_little_and_waits_for_nothing(spec):
     assert found["operators"] <= operators
 
 
-def test_among_four_ranks_a_step_starts_little_more():
+def test_among_four_ranks_a_step_starts_little_more(run):
     """Owners encode their means: with one loop for all of a message, and for those of all owners. Ranks compare once
     what they are about to do.
     """
-    found, *_ = run_ranks(counted, 4, "qsgd:bits=4")
+    found, *_ = run(counted, 4, "qsgd:bits=4")
     assert found["waits"] == 1
     assert found["loops"] == found["tables"] <= 57, found
     assert found["operators"] <= 162
 
 
-def test_gradients_in_16_bits_cost_a_copy_each():
-    (found,) = run_ranks(counted, 1, "qsgd:bits=4", None, torch.bfloat16)
+def test_gradients_in_16_bits_cost_a_copy_each(run):
+    (found,) = run(counted, 1, "qsgd:bits=4", None, torch.bfloat16)
     assert found.get("waits", 0) == 0
     assert found["loops"] == found["tables"] <= 15, found
     assert found["operators"] <= 90, found
 
 
-def test_loops_for_one_tensor_take_no_table():
+def test_loops_for_one_tensor_take_no_table(run):
     """Those that read and store residuals in 8 bits start tensor by tensor where gradients have 16 bits."""
-    (found,) = run_ranks(counted, 1, "uniform:bits=4+ef:store=int8", None, torch.bfloat16)
+    (found,) = run(counted, 1, "uniform:bits=4+ef:store=int8", None, torch.bfloat16)
     assert found["_in_8"] == 50
     assert found["tables"] <= 53, found
 
 
-def test_inside_of_nodes_nobody_waits_for_the_device():
-    found, *_ = run_ranks(counted, 4, "uniform:bits=4+ef", 2)
+def test_inside_of_nodes_nobody_waits_for_the_device(run):
+    found, *_ = run(counted, 4, "uniform:bits=4+ef", 2)
     assert found["waits"] == 1  # for nodes to compare what they do
 
 
-def test_payloads_as_long_as_the_data_asks_make_the_host_wait_twice_for_each_tensor():
+def test_payloads_as_long_as_the_data_asks_make_the_host_wait_twice_for_each_tensor(run):
     """For how many elements of each of 50 reach the threshold, and for how many have arrived; once for what is not
     finite in each of 13 buckets; and for the sizes of a message, its flag, and two vectors of small parameters.
     """
-    (found,) = run_ranks(counted, 1, "threshold:value=0.001+ef")
+    (found,) = run(counted, 1, "threshold:value=0.001+ef")
     assert found["waits"] <= 2 * 50 + 13 + 4, found
 
 
@@ -229,8 +236,8 @@ def test_payloads_as_long_as_the_data_asks_make_the_host_wait_twice_for_each_ten
         ),
     ],
 )
-def test_a_step_that_measures_the_error_does_not_wait_for_it(spec, ranks, dtype, collective):
-    found, *_ = run_ranks(counted, ranks, spec, None, dtype, collective, True)
+def test_a_step_that_measures_the_error_does_not_wait_for_it(spec, ranks, dtype, collective, run):
+    found, *_ = run(counted, ranks, spec, None, dtype, collective, True)
     assert found.get("waits", 0) == (ranks > 1), found  # for ranks to compare what they do
 
 
@@ -239,8 +246,8 @@ SUMS = {"topk:density=0.01+ef": (157, 38, 107), "topk:density=0.01+ef:store=int8
 
 
 @pytest.mark.parametrize("spec", SUMS)
-def test_sums_of_owners_take_little_more_than_an_all_gather_and_wait_only_to_compare_steps(spec):
-    found, *_ = run_ranks(counted, 2, spec, None, torch.float32, "sparse_reduce")
+def test_sums_of_owners_take_little_more_than_an_all_gather_and_wait_only_to_compare_steps(spec, run):
+    found, *_ = run(counted, 2, spec, None, torch.float32, "sparse_reduce")
     loops, tables, operators = SUMS[spec]
     assert found["waits"] == 1  # for ranks to compare what they do
     assert found["loops"] <= loops, found
@@ -254,6 +261,6 @@ SUMS_KNOWN = {"topk:density=0.01,select=sampled+ef": 74, "dgc:density=0.01": 26}
 
 
 @pytest.mark.parametrize("spec", SUMS_KNOWN)
-def test_sums_of_owners_wait_where_the_host_has_to_know(spec):
-    found, *_ = run_ranks(counted, 2, spec, None, torch.float32, "sparse_reduce")
+def test_sums_of_owners_wait_where_the_host_has_to_know(spec, run):
+    found, *_ = run(counted, 2, spec, None, torch.float32, "sparse_reduce")
     assert 1 < found["waits"] <= SUMS_KNOWN[spec], found

@@ -15,6 +15,7 @@ import narrowband as nb
 from narrowband.averaging import step as one_step
 from tests.gradients.training import FINGERPRINT, HUGE, TINY, buckets, compress, loss_of, mlp, residuals, train, wrap
 from tests.ranks import run_ranks
+from tests.thorough import thorough
 
 WEIGHTS = [(40, 24), (32, 40), (16, 32), (8, 16)]
 #: Where these are among the model's parameters.
@@ -195,7 +196,7 @@ TOPK, EVERY_KIND = (
 )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *thorough(2)])
 @pytest.mark.parametrize(
     ("spec", "options", "layers"),
     [

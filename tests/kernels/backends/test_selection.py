@@ -28,10 +28,10 @@ from tests.kernels.backends.common import (
     make,
     seeds,
 )
-from tests.thorough import examples
+from tests.thorough import examples, thorough
 
 
-@pytest.mark.parametrize("kind", ["normal", "few-levels", "nan", "zeros"])
+@pytest.mark.parametrize("kind", ["normal", "few-levels", *thorough("nan", "zeros")])
 def test_selections_of_several_tensors(kind: str) -> None:
     """Some fit into a program of Triton's, some do not; of one, nothing is selected."""
     xs, ks = [make(kind, n, n) for n in (900, 17_000, 64, 20_000, 1)], [30, 100, 0, 5000, 1]
@@ -89,7 +89,9 @@ def test_randomk_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("kind", ["normal", "equal", "zeros", "ascending", "descending", "few-levels", "nan"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "equal", "descending", "few-levels", "nan", *thorough("zeros", "ascending")]
+)
 def test_topk_of_a_million(kind: str, sampled: bool) -> None:
     x = make(kind, MILLION)
     for k in (1, 1000, 100_000):

@@ -29,6 +29,7 @@ from tests.kernels.backends.common import (
     quantize,
     threads,
 )
+from tests.thorough import thorough
 
 
 def test_a_million_elements_on_any_number_of_threads() -> None:
@@ -55,7 +56,7 @@ def test_quantizing_a_million(kind: str, scale: str, bits: int, stochastic: bool
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("kind", ["normal", "around-tiny", "nan"])
+@pytest.mark.parametrize("kind", ["normal", "nan", *thorough("around-tiny")])
 def test_activations_of_a_million(kind: str) -> None:
     x = make(kind, MILLION)
     assert_same(activations(cpu, x, 2**33 + 1), activations(reference, x, 2**33 + 1))
@@ -88,7 +89,7 @@ def test_equal_indices_across_a_cut_between_threads() -> None:
     assert_same(*totals)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [2, *thorough(1)])
 def test_several_python_threads_at_once(count: int) -> None:
     n = 300_001
     with threads(count):

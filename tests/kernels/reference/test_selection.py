@@ -22,6 +22,7 @@ from tests.kernels.reference.naive import (
     some_values,
 )
 from tests.kernels.tables import reference
+from tests.thorough import thorough
 
 
 @given(x=some_values(), share=st.floats(0, 1), levels=st.sampled_from([0, 3]))
@@ -33,9 +34,19 @@ def test_topk_is_a_stable_sort_by_magnitude(x: np.ndarray, share: float, levels:
     assert ints(reference.select_topk(torch.from_numpy(x), k)) == naive_topk(x, k)
 
 
-@pytest.mark.parametrize(("n", "k"), [(1000, 1), (5000, 50), (5000, 2500), (5000, 4999), (20_000, 30), (3000, 3000)])
-@pytest.mark.parametrize("kind", ["normal", "equal", "non-finite"])
-def test_sampled_topk_is_topk_of_what_passes_the_sampled_threshold(n: int, k: int, kind: str) -> None:
+#: Elements, and how many are selected.
+SIZES = [(1000, 1), (5000, 50), (5000, 2500), (5000, 4999), (20_000, 30), (3000, 3000)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "k"),
+    [
+        *(("normal", *size) for size in SIZES),
+        *((kind, *size) for kind in ("equal", "non-finite") for size in SIZES[::2]),
+        *thorough(*((kind, *size) for kind in ("equal", "non-finite") for size in SIZES[1::2])),
+    ],
+)
+def test_sampled_topk_is_topk_of_what_passes_the_sampled_threshold(kind: str, n: int, k: int) -> None:
     x = make(kind, n, n + k)
     few = enough = 0
     for seed in (0, 1, 2**40 + 3):
