@@ -12,7 +12,6 @@ from narrowband.adapt import Traffic
 from tests.gradients.training import FINGERPRINT, compress, heard, wrap
 from tests.ranks import run_ranks
 from tests.tcp import tcp_sent_nbytes
-from tests.thorough import thorough
 
 SIDE, LAYERS = 256, 4
 WEIGHTS = [f"{at}.weight" for at in range(LAYERS)]
@@ -73,7 +72,7 @@ def counted(rank, world_size, cases):
     return found
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(4, list(FIXED)), (8, ["mixed"]), *thorough((16, ["mixed"]))])
+@pytest.mark.parametrize(("world_size", "names"), [(4, list(FIXED)), (16, ["mixed"])])
 def test_a_plan_sends_what_it_says(world_size, names):
     results = run_ranks(counted, world_size, [{}, *(FIXED[name] for name in names)])
     beside = 2 * (world_size - 1) * (REST + FLAG) // world_size + FINGERPRINT * (world_size - 1)

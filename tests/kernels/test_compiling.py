@@ -105,10 +105,10 @@ def test_who_made_no_set_up_is_told_once_where_loops_are_kept_and_why_there(tmp_
     assert len(list(tmp_path.glob("narrowband/loops-*/*.loop"))) == 1
 
     # Nothing is said of what is there; what set-up asks of a codec first is announced.
-    here["use"] += "import narrowband as nb; nb.codec('fp16').lost_share"
+    here["use"] += "import narrowband as nb; nb.codec('qsgd:bits=4').lost_share"
     count, said = outcome(start(tmp_path, **here))
     assert count == 0
-    assert said.startswith(f"narrowband: compiling loops for fp16, once per machine ({kept}) … ")
+    assert said.startswith(f"narrowband: compiling loops for qsgd:bits=4, once per machine ({kept}) … ")
     assert said.count("\n") == 1
 
 
