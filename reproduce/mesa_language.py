@@ -46,8 +46,8 @@ def _row(name: str, **policy: Any) -> Row:
     return replace(_PLAIN, name=name, activations=json.dumps({"derive": True, **policy}))
 
 
-#: A norm that is written out, as Transformers has it, is no ``layer_norm`` to a policy: what it saves is named by
-#: module.
+#: A norm that is written out, as Transformers has it, is ``layer_norm`` to a policy, and has 8 bits beside 4 unless the
+#: policy says otherwise. Here it says the same, of modules.
 _NORMS = {"norm": 8, "blocks.*.norm[12]": 8}
 
 _RECIPES = (

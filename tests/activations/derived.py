@@ -52,6 +52,32 @@ def images():
     return torch.randn(4, 8, 6, 6) * torch.logspace(-1, 1, 8).view(8, 1, 1)
 
 
+class Written(nn.Module):
+    """RMS normalization as models of the library Transformers write it: in float32, and back to the dtype it was in."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.weight, self._dtype = nn.Parameter(torch.ones(32)), dtype
+
+    def forward(self, x):
+        h = x.to(self._dtype).float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)
+        return self.weight * h.to(self._dtype).float()
+
+
+class Multiplied(nn.Module):
+    """RMS normalization as T5 writes it: the input itself, in 16 bits, times a factor in float32."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        self.weight, self._dtype = nn.Parameter(torch.ones(32)), dtype
+
+    def forward(self, x):
+        h = x.to(self._dtype)
+        h = h * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-12)
+        return self.weight * h.to(self._dtype).float()
+
+
 #: Name → what is between two layers, and their kind and input.
 OPERATORS = {
     "gelu": lambda: Between(F.gelu),

@@ -10,6 +10,8 @@ from torch import nn
 from tests.activations.derived import (
     EVERY,
     Between,
+    Multiplied,
+    Written,
     behind,
     compress,
     gradients,
@@ -216,32 +218,6 @@ def test_of_an_input_whose_rows_differ_codes_are_worth_half(norm, matmul, kept):
         torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
 
 
-class Written(nn.Module):
-    """RMS normalization as models of the library Transformers write it: in float32, and back to the dtype it was in."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        self.weight, self._dtype = nn.Parameter(torch.ones(32)), dtype
-
-    def forward(self, x):
-        h = x.to(self._dtype).float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)
-        return self.weight * h.to(self._dtype).float()
-
-
-class Multiplied(nn.Module):
-    """RMS normalization as T5 writes it: the input itself, in 16 bits, times a factor in float32."""
-
-    def __init__(self, dtype=torch.bfloat16):
-        super().__init__()
-        self.weight, self._dtype = nn.Parameter(torch.ones(32)), dtype
-
-    def forward(self, x):
-        h = x.to(self._dtype)
-        h = h * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-12)
-        return self.weight * h.to(self._dtype).float()
-
-
 @pytest.mark.parametrize(("norm", "node"), [
     (nn.LayerNorm(32, eps=1e-12), "NativeLayerNorm"), (nn.RMSNorm(32, eps=1e-12), "Pow"), (Written(), "Pow"),
 ])  # fmt: skip
@@ -276,7 +252,7 @@ def test_a_norm_that_a_model_writes_itself_keeps_one_tensor(dtype, norm):
         with compress(model, bits=bits) as saved:
             y = model(x)
         if bits == 8:
-            alone = {"other": model.x.numel() + 80 * 4, "matmul": 32 * 4}  # and what rsqrt says of each row
+            alone = {"layer_norm": model.x.numel() + 80 * 4, "matmul": 32 * 4}  # and what rsqrt says of each row
             assert {name: saved.by_operator[name].kept_bytes for name in alone} == alone
             model.x = model.y = None
             assert saved.kept_bytes == kept_bytes([*model.parameters(), x, y], before)

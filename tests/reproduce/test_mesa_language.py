@@ -77,7 +77,7 @@ def test_a_token_sees_only_those_before_it():
     assert all((before[:, at] != after[:, at]).any() for at in range(20, SHAPE.sequence))
 
 
-def test_policies_fit_the_model_and_name_all_of_its_norms():
+def test_policies_fit_the_model_and_mean_all_of_its_norms():
     rows = {row.name: row for row in chosen(EXPERIMENT, Options(seeds=(0,)))}
     model, tokens = ours(), torch.randint(65, (8, SHAPE.sequence))
     found = {}
@@ -87,10 +87,12 @@ def test_policies_fit_the_model_and_name_all_of_its_norms():
         with nb.compress_activations(model, policy=policy) as saved:
             model(tokens).sum().backward()
         found[name] = saved
-    # Queries, keys, values and results of attention, and of each norm one tensor.
-    elements = tokens.numel() * SHAPE.dim
-    more = found[MIXED].kept_bytes - found["4 bits"].kept_bytes
-    assert more == (4 * SHAPE.blocks + 2 * SHAPE.blocks + 1) * elements // 2
+    # Of each norm one tensor, and a factor per token; and queries, keys, values and results of attention.
+    elements, norms = tokens.numel() * SHAPE.dim, 2 * SHAPE.blocks + 1
+    for name in ("8 bits", "4 bits", MIXED):
+        assert found[name].by_operator["layer_norm"].kept_bytes == norms * (elements + tokens.numel() * 4), name
+        assert found[name].by_operator["layer_norm"].raw_bytes == found[DENSE].by_operator["layer_norm"].raw_bytes
+    assert found[MIXED].kept_bytes - found["4 bits"].kept_bytes == 4 * SHAPE.blocks * elements // 2
     sizes = [found[name].kept_bytes for name in ("4 bits", MIXED, "8 bits", DENSE)]
     assert sizes == sorted(set(sizes))
     assert found["checkpointing"].by_operator["checkpoint"].kept_bytes == SHAPE.blocks * tokens.numel() * SHAPE.dim * 4

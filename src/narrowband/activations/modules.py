@@ -51,6 +51,7 @@ class Modules:
         self.check()
         self._heads: dict[str, int | None] = {}
         self._bits: dict[Place, Bits] = {}
+        self._norms: dict[str, Place | None] = {}
         self.casts: set[Any] = set()
         #: Tensors in attributes of modules, without being registered, such as tables of positions.
         self._constants = [
@@ -115,6 +116,12 @@ class Modules:
         if found is None:
             found = self._bits[place] = self._policy.bits_for(*place)
         return found
+
+    def norm(self, module: str) -> Place | None:
+        """Return the place that RMS norms count for which a module writes out; None where they count as "other"."""
+        if module not in self._norms:
+            self._norms[module] = ("layer_norm", module) if self._policy.counts_as_norm(module) else None
+        return self._norms[module]
 
     def tensors(self, modules: list[nn.Module]) -> Iterator[Any]:
         """Yield the parameters and buffers of modules, the model's constants, and None for those that do not exist."""

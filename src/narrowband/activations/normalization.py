@@ -22,6 +22,7 @@ from narrowband.activations.recompute import (
     Recipe,
     Recipes,
     Sizes,
+    computed,
     copy_of,
     formed,
     made_by,
@@ -29,7 +30,7 @@ from narrowband.activations.recompute import (
 )
 from narrowband.kernels import Affine, Standard
 
-__all__ = ["Normalization", "before_normalization"]
+__all__ = ["Normalization", "before_normalization", "scaled"]
 
 
 class Normalization:
@@ -169,6 +170,15 @@ def before_normalization(n: Payload, rstd: Tensor, own: torch.dtype) -> Derivati
         return _affine(source, sizes, dtype or own, Affine(rstd.reciprocal(), None, length, by_row=True))
 
     return Derivation(function, n, 0, n.bits)
+
+
+def scaled(x: Tensor, rstd: Tensor) -> Function:
+    """Return the function that computes x · rstd, with one factor per row, from a source of x.
+
+    ``x`` lies in memory in the order of its dimensions. The operator that saves ``rstd`` keeps it.
+    """
+    shape, rstd = x.shape, rstd.detach()
+    return computed(lambda flat: (flat.view(shape) * rstd).view(-1))
 
 
 def _affine(n: Source, sizes: Sizes, dtype: torch.dtype | None, affine: Affine) -> Tensor:

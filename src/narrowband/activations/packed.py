@@ -66,9 +66,10 @@ class Payload:
         numel: elements of the tensor; rows have more where the last one was padded.
         instead: what restores the tensor instead of the codes, if there is something better since they were made: the
             tensor itself, which is now kept unchanged, or its normalized form.
+        place: operator and module that the bytes of the codes are counted for; None: not known.
     """
 
-    __slots__ = ("__weakref__", "_count", "bits", "codes", "dtype", "instead", "numel", "ranges", "rows")
+    __slots__ = ("__weakref__", "_count", "bits", "codes", "dtype", "instead", "numel", "place", "ranges", "rows")
 
     ranges: Tensor
 
@@ -76,6 +77,7 @@ class Payload:
         self.rows, self.bits, self.dtype, self.codes = rows, bits, dtype, codes
         self.numel = self._count = rows.numel
         self.instead: Source | None = None
+        self.place: Place | None = None
 
     def encode(
         self,
@@ -416,17 +418,17 @@ class _Watched:
     Attributes:
         _watch: shares the tensor's version counter.
         _version: the version when the tensor was saved.
-        _place: operator and module that saved it, for the error.
+        place: operator and module that it is counted for, which the error names.
     """
 
-    __slots__ = ("_place", "_version", "_watch")
+    __slots__ = ("_version", "_watch", "place")
 
-    _place: Place
+    place: Place
     _version: int
     _watch: Tensor
 
     def _refuse(self) -> None:
-        operator, module = self._place
+        operator, module = self.place
         form = f"{self._watch.dtype}".removeprefix("torch.") + f" {list(self._shape)}"
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -447,7 +449,7 @@ class Exact(_Watched):
 
     def __init__(self, x: Tensor, place: Place) -> None:
         # Detached, since a node that keeps its own output would otherwise be in a cycle that is never freed.
-        self._watch, self._version, self._place = x.detach(), x._version, place
+        self._watch, self._version, self.place = x.detach(), x._version, place
 
     def holds(self, x: Tensor) -> bool:
         """Whether another tensor in the same memory has the same values in the same memory order."""
@@ -502,7 +504,7 @@ class Packed(_Watched):
     ) -> None:
         self._watch = watch = x.detach()  # shares x's version counter
         watch.data = _nothing(x.dtype, x.device)  # releases x's memory
-        self._version, self._place = x._version, place
+        self._version, self.place = x._version, place
         self._arrangement, self._source, self._clocks = arrangement, source, clocks
         self._strides = x.stride() if gaps and not arrangement.without_gaps else None
 

@@ -40,7 +40,7 @@ OPERATORS: dict[str, str] = {
     "matmul": "linear layers and products of matrices",
     "attention": "scaled dot-product attention in one call",
     "softmax": "softmax, as attention computed step by step uses it",
-    "layer_norm": "layer, group and RMS normalization",
+    "layer_norm": "layer, group and RMS normalization, also an RMS norm that a model writes out",
     "gelu": "GELU and SiLU",
     "relu": "ReLU, leaky, or cut off above: one bit per element, whatever the bits",
     "dropout": "dropout: one bit per element, whatever the bits",
@@ -63,9 +63,11 @@ class ActivationPolicy:
         bits: for all that is not named below: 8, 4, 2, or "off" to keep tensors as PyTorch does. Layer normalization
             keeps 8 bits if this is 4 or 2, unless it is named: it would cause most of the error, and has few of the
             bytes.
-        operators: operator → bits; see :data:`OPERATORS`. Autograd functions of users and of other libraries ("custom")
-            are off unless named: rounding might spoil their gradients. A tensor that several operators save is kept
-            once, in the bits of the first operator, unless a later one has more.
+        operators: operator → bits; see :data:`OPERATORS`. An RMS norm that a model writes out, x · rsqrt(mean of x² +
+            ε), is "layer_norm", unless "other" is named and "layer_norm" is not; where "other" is off, so is it.
+            Autograd functions of users and of other libraries ("custom") are off unless named: rounding might spoil
+            their gradients. A tensor that several operators save is kept once, in the bits of the first operator,
+            unless a later one has more.
         modules: pattern of module names → bits. Names are as in ``model.named_modules()``; ``*`` matches anything, and
             ``[0-3]`` one of these characters. A pattern with ``:operator`` behind it applies to that operator only. The
             last pattern that matches decides. "custom" must be named here, too. "checkpoint": nothing that these
@@ -198,6 +200,13 @@ class ActivationPolicy:
             if only in ("", operator) and fnmatch.fnmatchcase(module, name) and not _recomputes(self.modules[pattern]):
                 return bool(colon)
         return operator in self.operators
+
+    def counts_as_norm(self, module: str) -> bool:
+        """Whether an RMS norm that the module of that name writes out has the bits of layer normalization.
+
+        It has those of "other" where the policy names "other", and does not name "layer_norm".
+        """
+        return self.names("layer_norm", module) or not self.names("other", module)
 
     def checkpoints(self, module: str) -> bool:
         """Whether backward recomputes the module of that name."""

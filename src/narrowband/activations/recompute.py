@@ -38,9 +38,11 @@ __all__ = [
     "Recipes",
     "Sizes",
     "bound",
+    "computed",
     "copy_of",
     "derive_elementwise",
     "formed",
+    "is_normalized",
     "made_by",
     "nbytes_of",
     "original",
@@ -187,6 +189,9 @@ class Recipes(Protocol):
     def normalizes(self, x: Tensor, y: Tensor, rstd: Tensor) -> None:
         """Keep y = x · rstd instead of x."""
 
+    def counts_as_norm(self, *tensors: Tensor) -> None:
+        """Count tensors of an RMS norm that a model writes out as layer normalization's."""
+
 
 class Cast:
     """The function that casts to a dtype, as autocast does.
@@ -206,7 +211,7 @@ class Cast:
         return x if dtype is None else x.to(dtype)
 
 
-def _computed(function: Callable[[Tensor], Tensor]) -> Function:
+def computed(function: Callable[[Tensor], Tensor]) -> Function:
     """Wrap a function that maps the flat input, in memory order, to the flat result. It may write to its input."""
 
     def compute(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> Tensor:
@@ -294,13 +299,46 @@ def _derive_whole(
     """Note that ``function`` computes the result from the input, both in their own shapes."""
     given, made = Arrangement.of(x), Arrangement.of(y)
     if x.dtype == y.dtype:  # not if autocast has cast the input first
-        whole = _computed(lambda flat: made.flat(function(given.unflat(flat))))
+        whole = computed(lambda flat: made.flat(function(given.unflat(flat))))
         recipes.derive(y, Recipe(whole, origin, nbytes_of(*copies), by_row=by_row))
 
 
 def made_by(x: Tensor, name: str) -> bool:
     """Whether an autograd node of this name made a tensor."""
     return x.grad_fn is not None and x.grad_fn.name() == name
+
+
+def is_normalized(y: Tensor) -> bool:
+    """Whether a tensor is an RMS norm that a model writes out, y = x · rsqrt(mean of x² + ε), before the weight; or a
+    cast of such a tensor. The graph tells.
+    """
+    node, _ = _before_casts(y.grad_fn, 0)
+    if node is None or node.name() != "MulBackward0":
+        return False
+    first, second = node.next_functions
+    return _is_rstd_of(first, second) or _is_rstd_of(second, first)
+
+
+def _is_rstd_of(rstd: tuple[Any, int], x: tuple[Any, int]) -> bool:
+    """Whether a tensor is rsqrt(mean of x² + ε); each tensor is given as its node, and its number there."""
+    if rstd[0] is None or rstd[0].name() != "RsqrtBackward0":
+        return False
+    node = rstd[0].next_functions[0][0]
+    for name in ("AddBackward0", "MeanBackward1"):
+        if node is not None and node.name() == name:
+            node = node.next_functions[0][0]
+    if node is None or node.name() not in ("PowBackward0", "MulBackward0"):
+        return False
+    squared, *same = node.next_functions
+    is_square = same == [squared] or getattr(node, "_saved_exponent", None) == 2
+    return is_square and _before_casts(*squared) == _before_casts(*x)
+
+
+def _before_casts(node: Any, place: int) -> tuple[Any, int]:
+    """Return the tensor that casts begin from; each tensor is given as its node, and its number there."""
+    while node is not None and node.name() == "ToCopyBackward0":
+        node, place = node.next_functions[0]
+    return node, place
 
 
 def _layer_norm(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
@@ -353,6 +391,8 @@ def _product(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
         if Arrangement.of(a).matches(arrangement) and Arrangement.of(b).matches(arrangement):
             recipes.derive(y, Recipe(_decoded, _both(first, second)))
     elif b.dim() and b.numel() == b.shape[-1] == y.shape[-1] and b.nbytes < y.numel():
+        if is_normalized(a):
+            recipes.counts_as_norm(a)
         origin = recipes.origin(a, may_change=not b.requires_grad)
         if origin is not None:
             factor = b.detach().clone()

@@ -36,12 +36,12 @@ from narrowband.activations.dynamo import is_in_compiled_code
 from narrowband.activations.layout import Arrangement, neighbours
 from narrowband.activations.log_probabilities import from_roots, roots
 from narrowband.activations.modules import Modules
-from narrowband.activations.normalization import Normalization, before_normalization
+from narrowband.activations.normalization import Normalization, before_normalization, scaled
 from narrowband.activations.outliers import Outliers, is_masked
 from narrowband.activations.packed import Exact, Packed, Payload, Place, Source, ahead, promised, quantized
 from narrowband.activations.policy import ActivationPolicy, Bits
 from narrowband.activations.ranges import Estimates
-from narrowband.activations.recompute import Cast, Origin, Original, Recipe, original
+from narrowband.activations.recompute import Cast, Origin, Original, Recipe, is_normalized, original
 from narrowband.activations.scores import bits_of_scores
 from narrowband.activations.sites import Site, Sites, Spot
 from narrowband.activations.stats import Saved
@@ -287,7 +287,9 @@ class Recorder:
     def normalizes(self, x: Tensor, y: Tensor, rstd: Tensor) -> None:
         """Keep the normalized form y = x · rstd, with one factor per row, instead of x, if codes of x have been made.
 
-        A row of small numbers errs less then, and so does what is computed from ``y``.
+        A row of small numbers errs less then, and so does what is computed from ``y``. If this is RMS normalization, it
+        is known only now, after x was saved as a tensor of "other". From here on it counts as layer normalization and
+        has the bits of that, unless another operator has saved x before and has more.
         """
         given, storage = Arrangement.of(x), self.storages.of(x)
         values = values_of(x, given)
@@ -295,20 +297,57 @@ class Recorder:
         made = None if payload is not None or recipe is None else recipe.derivation()
         if made is not None:
             payload = made.cast_codes()
+        operator, module = self.place()
+        norm = self.modules.norm(module) if is_normalized(y) else None
+        if norm is not None:
+            self.counts_as_norm(x, rstd, codes=payload)
         if payload is None or payload.instead is not None or not (given.without_gaps and given.is_usual):
             return
+        place, bits = (operator.name, module) if norm is None else norm, payload.bits
+        if norm is not None:
+            wanted = self.modules.bits(norm)
+            if wanted == "off":
+                self._keep_exactly(x, y, rstd, payload, norm)
+                return
+            bits = wanted if payload.place == norm else max(wanted, bits)
         if not ahead(x) and not bool(torch.isfinite(rstd.detach().reciprocal()).all()):
             return  # x cannot be computed from y
-        operator, module = self.place()
         spot = self._spots.get((operator.name, module))
         site = self.sites.at(y, self.call, operator, module, 0 if spot is None else max(0, spot.nth))
-        normalized = self._quantized(y, site, site.name + ":normalized", payload.bits, of=x)
+        normalized = self._quantized(y, site, site.name + ":normalized", bits, of=x)
         if normalized is None:
             return
+        normalized.place = place
         self.storages.of(y).has_payload(values_of(y, Arrangement.of(y)), normalized)
+        more = normalized.nbytes - payload.nbytes
+        storage.spent += more
         if not self.storages.of(rstd).is_exact:
-            self.saved.add(operator.name, module, 0, rstd.nbytes)
+            more += rstd.nbytes
+        self.saved.add(*place, 0, more)
         self.arena.give(payload.replaced(before_normalization(normalized, rstd, payload.dtype)))
+
+    def _keep_exactly(self, x: Tensor, y: Tensor, rstd: Tensor, payload: Payload, place: Place) -> None:
+        """Keep the input of y = x · rstd unchanged in place of its codes, and note how to compute y from it."""
+        exact, storage = Exact(x, place), self.storages.of(x)
+        storage.exact = weakref.ref(exact)
+        self.saved.add(*place, 0, x.untyped_storage().nbytes() - payload.nbytes)
+        self.arena.give(payload.replaced(Original(exact, payload.dtype)))
+        if self.policy.derive:
+            self.derive(y, Recipe(scaled(x, rstd), original(weakref.ref(exact))))
+
+    def counts_as_norm(self, *tensors: Tensor, codes: Payload | None = None) -> None:
+        """Count tensors, and codes, as layer normalization's that were counted as those of "other" in this module."""
+        operator, module = self.place()
+        norm, before = self.modules.norm(module), (operator.name, module)
+        if norm is None:
+            return
+        moved = [self.storages.of(x).recount(x.untyped_storage().nbytes(), before, norm) for x in tensors]
+        if codes is not None and codes.place == before:
+            codes.place = norm
+            moved.append((0, codes.nbytes))
+        for raw, kept in filter(any, moved):
+            self.saved.add(*before, -raw, -kept)
+            self.saved.add(*norm, raw, kept)
 
     def derive(self, y: Tensor, recipe: Recipe) -> None:
         """Note how an operator's result can be recomputed."""
@@ -363,7 +402,9 @@ class Recorder:
         nbytes = memory.nbytes()
         if nbytes == 0:
             return Exact(x, place)
-        plain, storage.counted = 0 if storage.counted else nbytes, True
+        plain = 0
+        if not storage.counted:
+            plain, storage.counted, storage.place = nbytes, True, place
         spot = self._spots.get(place)
         if spot is None:
             spot = self._spots[place] = self.sites.spot(place, self.saved.tallies(*place))
@@ -531,7 +572,7 @@ class Recorder:
                 apart=apart,
             )  # fmt: skip
             if type(made) is Payload:
-                made.numel = x.numel()
+                made.numel, made.place = x.numel(), site.place
                 return made
         assert not isinstance(made, Payload)
         # Extreme values say nothing of other tensors where the tensor has no gradient, since no parameter took part in

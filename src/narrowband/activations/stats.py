@@ -59,6 +59,7 @@ class Saved:
         parts = [
             f"{operator} {format_bytes(saved.kept_bytes)} of {format_bytes(saved.raw_bytes)}"
             for operator, saved in sorted(self.by_operator.items(), key=lambda item: -item[1].raw_bytes)
+            if saved.raw_bytes or saved.kept_bytes
         ]
         exact = f"; {counted(self.outliers, 'tensor')} kept exactly because of outliers" if self.outliers else ""
         by_operator = f" ({', '.join(parts)})" if parts else ""

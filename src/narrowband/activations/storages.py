@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from narrowband.activations.layout import Arrangement
-from narrowband.activations.packed import Exact, Payload
+from narrowband.activations.packed import Exact, Payload, Place
 from narrowband.activations.recompute import Recipe
 
 __all__ = [
@@ -51,6 +51,7 @@ class Storage:
     Attributes:
         lives: whether the storage lives anyway, as those of parameters and the model's inputs do.
         counted: whether its bytes have been counted.
+        place: operator and module that they were counted for, where a saved tensor was.
         exact: the tensor by which the whole storage is kept unchanged, if there is one.
         payloads: key of :func:`values_of` → codes. None for most storages, which have none.
         recipes: likewise, how to recompute tensors.
@@ -59,6 +60,7 @@ class Storage:
 
     # Attributes of the class: a pass makes thousands of storages, and sets few attributes of each.
     lives = counted = False
+    place: Place | None = None
     exact: weakref.ref[Exact] | None = None
     payloads: dict[tuple[Any, ...], weakref.ref[Payload]] | None = None
     recipes: dict[tuple[Any, ...], Recipe] | None = None
@@ -95,6 +97,15 @@ class Storage:
         """Mark the storage as counted. Return ``nbytes`` the first time, and 0 from then on."""
         counted, self.counted = self.counted, True
         return 0 if counted else nbytes
+
+    def recount(self, nbytes: int, before: Place, after: Place) -> tuple[int, int]:
+        """Count the storage for ``after`` if it was counted for ``before``; return its raw bytes, and those kept."""
+        exact, raw, kept = None if self.exact is None else self.exact(), 0, 0
+        if self.place == before:
+            raw, self.place = nbytes, after
+        if exact is not None and exact.place == before:
+            kept, exact.place = nbytes, after
+        return raw, kept
 
 
 class Storages:
