@@ -44,8 +44,11 @@ FORMS = {
     "Gemma": lambda: Form(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS), offset=1.0),
     "square": lambda: Form(lambda x: torch.rsqrt(x.square().mean(-1, keepdim=True).add(EPS)) * x),
     "product": lambda: Form(lambda x: torch.mul(x, (EPS + torch.mean(x * x, -1, True)).rsqrt())),
+    "Gemma 4": lambda: Form(lambda x: x * torch.pow(x.pow(2).mean(-1, keepdim=True) + EPS, -0.5)),
     "no epsilon": lambda: Form(lambda x: x * torch.rsqrt((x**2).mean(-1, keepdim=True))),
 }
+#: What forms save beside that: the sum of weight and offset; the operand of a power, of each row.
+BESIDE = {"Gemma": 4 * 32, "Gemma 4": 80 * 4}
 #: The same in 16 bits, whose casts are saved, too.
 NARROW = {"Llama in 16 bits": lambda: Written(torch.bfloat16), "T5 in 16 bits": Multiplied}
 
@@ -80,9 +83,9 @@ def table(saved):
 def test_it_keeps_what_pytorchs_own_keeps_and_counts_as_that(name, options):
     own, _ = step(nn.RMSNorm(32, eps=EPS), **options)
     saved, _ = step(FORMS[name](), **options)
-    factor = {"other": (4 * 32, 4 * 32)} if name == "Gemma" else {}  # the sum of weight and offset is saved, too
-    assert table(saved) == table(own) | factor
-    assert ("other" in str(saved)) == bool(factor)
+    beside = {"other": (BESIDE[name], BESIDE[name])} if name in BESIDE else {}
+    assert table(saved) == table(own) | beside
+    assert ("other" in str(saved)) == bool(beside)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -91,7 +94,7 @@ def test_where_others_have_more_bits_the_product_with_the_weight_has_them(name):
     own, _ = step(nn.RMSNorm(32, eps=EPS), **policy)
     saved, _ = step(FORMS[name](), **policy)
     assert saved.by_operator["layer_norm"] == own.by_operator["layer_norm"]
-    assert saved.by_operator["other"].kept_bytes == 10 * 8 * 32 + (4 * 32 if name == "Gemma" else 0)
+    assert saved.by_operator["other"].kept_bytes == 10 * 8 * 32 + BESIDE.get(name, 0)
 
 
 @pytest.mark.parametrize("name", [*FORMS, *NARROW])
@@ -113,7 +116,7 @@ def test_a_policy_that_names_other_means_norms_too(name, bits):
     assert "layer_norm" not in table(saved)
     elements = 10 * 8 * 32
     if bits == 4:
-        assert saved.by_operator["other"].kept_bytes == elements // 2 + 80 * 4 + (4 * 32 if name == "Gemma" else 0)
+        assert saved.by_operator["other"].kept_bytes == elements // 2 + 80 * 4 + BESIDE.get(name, 0)
     else:
         assert saved.by_operator["other"].kept_bytes == saved.by_operator["other"].raw_bytes > 8 * elements
 

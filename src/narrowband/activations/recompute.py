@@ -321,7 +321,7 @@ def is_normalized(y: Tensor) -> bool:
 
 def _is_rstd_of(rstd: tuple[Any, int], x: tuple[Any, int]) -> bool:
     """Whether a tensor is rsqrt(mean of x² + ε); each tensor is given as its node, and its number there."""
-    if rstd[0] is None or rstd[0].name() != "RsqrtBackward0":
+    if not _inverts_root(rstd[0]):
         return False
     node = rstd[0].next_functions[0][0]
     for name in ("AddBackward0", "MeanBackward1"):
@@ -332,6 +332,14 @@ def _is_rstd_of(rstd: tuple[Any, int], x: tuple[Any, int]) -> bool:
     squared, *same = node.next_functions
     is_square = same == [squared] or getattr(node, "_saved_exponent", None) == 2
     return is_square and _before_casts(*squared) == _before_casts(*x)
+
+
+def _inverts_root(node: Any) -> bool:
+    """Whether a node is that of rsqrt(x), or of x to the power of −½, as newer models of Gemma write it."""
+    if node is None:
+        return False
+    name = node.name()
+    return name == "RsqrtBackward0" or (name == "PowBackward0" and getattr(node, "_saved_exponent", None) == -0.5)
 
 
 def _before_casts(node: Any, place: int) -> tuple[Any, int]:
@@ -375,7 +383,7 @@ def _product(recipes: Recipes, y: Tensor, args: Any, kwargs: Any) -> None:
         a, b = b, a
     if a.shape != y.shape:  # an outer product
         return
-    if b.shape == (*y.shape[:-1], 1) and y.dtype is b.dtype and a.dtype in _CAST and made_by(b, "RsqrtBackward0"):
+    if b.shape == (*y.shape[:-1], 1) and y.dtype is b.dtype and a.dtype in _CAST and _inverts_root(b.grad_fn):
         recipes.normalizes(a, y, b)  # a may be in 16 bits, as in T5
     elif not y.dtype == a.dtype == b.dtype:
         return

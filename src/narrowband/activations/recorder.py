@@ -298,6 +298,9 @@ class Recorder:
         if made is not None:
             payload = made.cast_codes()
         operator, module = self.place()
+        codes = self.storages.of(rstd).payload(values_of(rstd, Arrangement.of(rstd)))
+        if codes is not None and codes.instead is None:  # a power's result; rsqrt itself keeps what it returns
+            self._keep_exactly(rstd, codes, (operator.name, module))
         norm = self.modules.norm(module) if is_normalized(y) else None
         if norm is not None:
             self.counts_as_norm(x, rstd, codes=payload)
@@ -307,7 +310,9 @@ class Recorder:
         if norm is not None:
             wanted = self.modules.bits(norm)
             if wanted == "off":
-                self._keep_exactly(x, y, rstd, payload, norm)
+                origin = self._keep_exactly(x, payload, norm)
+                if self.policy.derive:
+                    self.derive(y, Recipe(scaled(x, rstd), origin))
                 return
             bits = wanted if payload.place == norm else max(wanted, bits)
         if not ahead(x) and not bool(torch.isfinite(rstd.detach().reciprocal()).all()):
@@ -326,14 +331,13 @@ class Recorder:
         self.saved.add(*place, 0, more)
         self.arena.give(payload.replaced(before_normalization(normalized, rstd, payload.dtype)))
 
-    def _keep_exactly(self, x: Tensor, y: Tensor, rstd: Tensor, payload: Payload, place: Place) -> None:
-        """Keep the input of y = x · rstd unchanged in place of its codes, and note how to compute y from it."""
+    def _keep_exactly(self, x: Tensor, payload: Payload, place: Place) -> Origin:
+        """Keep a tensor unchanged in place of its codes, or of those of a cast of it."""
         exact, storage = Exact(x, place), self.storages.of(x)
         storage.exact = weakref.ref(exact)
         self.saved.add(*place, 0, x.untyped_storage().nbytes() - payload.nbytes)
         self.arena.give(payload.replaced(Original(exact, payload.dtype)))
-        if self.policy.derive:
-            self.derive(y, Recipe(scaled(x, rstd), original(weakref.ref(exact))))
+        return original(weakref.ref(exact))
 
     def counts_as_norm(self, *tensors: Tensor, codes: Payload | None = None) -> None:
         """Count tensors, and codes, as layer normalization's that were counted as those of "other" in this module."""
