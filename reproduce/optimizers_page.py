@@ -477,7 +477,14 @@ def _panels(found: Sequence[Line]) -> list[Panel]:
 
 
 #: Names of codecs in the opening's picture, and the codec whose costs it compares.
-_CALLED = {"fp16": "16 bits", "uniform:bits=8": "8 bits", "qsgd:bits=4": "4 bits", "powersgd:rank=4": "PowerSGD 4"}
+_CALLED = {
+    "fp16": "16 bits",
+    "uniform:bits=8": "8 bits",
+    "qsgd:bits=4": "4 bits",
+    "eden:bits=2": "2 bits, rotated",
+    "eden:bits=1": "1 bit, rotated",
+    "powersgd:rank=4": "PowerSGD 4",
+}
 _SPARSE = "topk:density=0.01+ef"
 
 

@@ -76,6 +76,7 @@ def of_optimizers() -> Iterator[Said]:
         return f"{lines[optimizer, spec]['gap']:+.1f} ± {lines[optimizer, spec]['margin']:.1f} %"
 
     top, low, four, signs = "topk:density=0.01+ef", "powersgd:rank=4", "qsgd:bits=4", "sign+ef"
+    one, two = "eden:bits=1", "eden:bits=2"
     assert lines["sgd", low]["gap"] < lines["sgd", low]["margin"]
     assert lines["sgd", top]["gap"] > lines["sgd", top]["margin"]
     yield Said(
@@ -89,22 +90,25 @@ def of_optimizers() -> Iterator[Said]:
     faq = "docs/explanation/faq.md"
     yield Said(
         faq,
-        f"| AdamW | `{four}` | {margin('adamw', four)}: not resolved | `{signs}` (+{gap('adamw', signs, 0)} %), "
+        f"| AdamW | `{one}` | {margin('adamw', one)}: not resolved | `{signs}` (+{gap('adamw', signs, 0)} %), "
         f"`{top}` (+{gap('adamw', top, 0)} %) |",
     )
     yield Said(
         faq,
-        f"| SGD with momentum | `{low}` | {margin('sgd', low)}: not resolved | `{signs}` (+{gap('sgd', signs, 0)} %) |",
+        f"| SGD with momentum | `{one}` | {margin('sgd', one)}: not resolved | `{signs}` (+{gap('sgd', signs, 0)} %) |",
     )
     yield Said(
         faq,
         f"`uniform:bits=8`; `{four}` | {margin('muon', 'uniform:bits=8')}; {margin('muon', four)} | "
         f"`{top}` (+{gap('muon', top, 0)} %)",
     )
-    yield Said(faq, f"| LoRA with AdamW | `{four}` | {margin('lora', four)} | – (`{top}`: +{gap('lora', top, 0)} %) |")
+    yield Said(faq, f"| LoRA with AdamW | `{two}` | {margin('lora', two)} | – (`{top}`: +{gap('lora', top, 0)} %) |")
+    yield Said(faq, f"with it one rotated bit cost {gap('muon', one)} %.")
     yield Said(faq, f"With SGD low rank and top-k cost {gap('sgd', low)} to {gap('sgd', top)} %.")
     choose = "docs/how-to/choose-a-codec.md"
-    yield Said(choose, margin("sgd", low))
+    for optimizer, spec in (("sgd", low), ("sgd", one), ("lora", two)):
+        yield Said(choose, margin(optimizer, spec))
+    yield Said(choose, f"| AdamW | `{one}` | {margin('adamw', one)} in {steps} steps, and [")
     yield Said(choose, f"| Muon | `{four}` all the same | {margin('muon', four)} |")
     yield Said(
         choose,
