@@ -13,7 +13,7 @@ Method:
   rate.
 * A codec is judged by how far its held-out loss is above that without compression (:mod:`reproduce.optimizers_page`).
 
-Run ``python -m reproduce.optimizers`` (half an hour of one core), ``--size medium`` (hours), ``--quick`` (seconds),
+Run ``python -m reproduce.optimizers`` (three quarters of an hour of one core), ``--size medium`` (hours), ``--quick`` (seconds),
 ``--help``.
 """
 
@@ -88,7 +88,7 @@ class Options:
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds; each codec is compared with none of the same seed."""
     size: Literal["small", "medium"] = "small"
-    """Size of model and training: small takes half an hour of one core, medium hours."""
+    """Size of model and training: small takes three quarters of an hour of one core, medium hours."""
     nodes: int = 2
     """Ranks on this machine."""
     data_dir: Path | None = None

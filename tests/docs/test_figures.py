@@ -87,6 +87,11 @@ def of_optimizers() -> Iterator[Said]:
     lost = [float(gap("adamw", spec)) for spec in (low, signs, top, "topk:density=0.04,values=int8+ef")]
     steps = lines["adamw", top]["steps"]
     yield Said(README, f"sparse, low-rank and sign codecs lost {min(lost):.0f} to {max(lost):.0f} % in [{steps} steps]")
+    within = (f"with {name} ({margin(name.lower(), one)})" for name in ("SGD", "AdamW"))
+    yield Said(
+        README,
+        f"In {steps} steps the loss was that of uncompressed training within that noise, {' and '.join(within)}.",
+    )
     faq = "docs/explanation/faq.md"
     yield Said(
         faq,

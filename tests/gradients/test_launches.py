@@ -79,6 +79,7 @@ def counted(rank, world_size, spec, nodes=None, dtype=torch.float32, collective=
     """
     started: Counter[str] = Counter()
     counting = [False]
+    assert nb.compression(spec).codec.lost_share is not None  # is measured once, by loops that run
     # All are imported before anything is replaced: what one imports from another stays as it is.
     modules = {name: import_module(f"{cuda.__name__}.{name}") for _, name, _ in pkgutil.iter_modules(cuda.__path__)}
     launching, candidates = modules["launching"], modules["candidates"]
