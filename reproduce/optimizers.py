@@ -13,8 +13,8 @@ Method:
   rate.
 * A codec is judged by how far its held-out loss is above that without compression (:mod:`reproduce.optimizers_page`).
 
-Run ``python -m reproduce.optimizers`` (three quarters of an hour of one core), ``--size medium`` (hours), ``--quick`` (seconds),
-``--help``.
+Run ``python -m reproduce.optimizers`` (three quarters of an hour of one core), ``--size medium`` (hours), ``--quick``
+(seconds), ``--help``.
 """
 
 from __future__ import annotations
