@@ -67,10 +67,23 @@ def test_losses_are_those_of_the_record():
     said += f"rounds of updates in 2 bits by {rounds_of_two_bits}; {on_another}"
     assert said in " ".join((ROOT / "docs/how-to/loss-got-worse.md").read_text().split())
     choose = (ROOT / "docs/how-to/choose-a-codec.md").read_text()
+    elsewhere = compared("gradients, 1 bit, rotated", task="gpt")
+    other = f"{100 * elsewhere.mean:.1f} ± {100 * elsewhere.margin:.1f} %"
     rotated = compared("gradients, 1 bit, rotated")
     figure = f"{100 * rotated.mean:.1f} ± {100 * rotated.margin:.1f} %"
+    signs = [f"{100 * above_gradients(name):.0f} %" for name in ("gradients, sign", "updates, sign, in place")]
+    third = f"{100 * compared('updates, sign, in place', task='gpt').mean:.0f} %"
+    said = (
+        f"cost {figure}, and {other} on the other text, at 30 times less traffic. At the same bytes signs of gradients "
+    )
+    said += f"gradients cost {signs[0]}, and signs of updates {signs[1]} (on the other text {third})."
+    assert said in page.replace("\n", " ")
+    assert f"[+{figure} of loss](#what-was-measured) on one text, +{other} on the other" in page
     assert f"[+{figure}](../explanation/gradients-or-updates.md#what-was-measured) in 2,282" in choose
-    assert f"In 2,282 steps with AdamW it was {figure} above." in (ROOT / "README.md").read_text()
+    assert (
+        f"In 2,282 steps with AdamW it was {figure} above, where signs cost {signs[0]}."
+        in (ROOT / "README.md").read_text()
+    )
     assert (
         f"[cost {gradients}](../explanation/gradients-or-updates.md#what-was-measured) (on another text {first} %)"
         in choose
