@@ -138,7 +138,7 @@ _LEGEND: Legend = (
     LESS,
     ("error", "how far the gradient of a batch is from the exact one after training, as a share of its norm"),
     ("kept", "of a step's activations, for backward; share: of what the uncompressed row keeps"),
-    (_MIXED, f"as {_FOUR}, but what RMS norms and attention save is in 8 bits"),
+    (_MIXED, f"as {_FOUR}, where norms are in 8 bits, too, but what attention saves is in 8 bits"),
     (_AGAIN, "every block is computed again in backward, from its exact input (`torch.utils.checkpoint`)"),
 )
 

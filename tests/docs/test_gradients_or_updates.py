@@ -71,17 +71,17 @@ def test_losses_are_those_of_the_record():
     other = f"{100 * elsewhere.mean:.1f} ± {100 * elsewhere.margin:.1f} %"
     rotated = compared("gradients, 1 bit, rotated")
     figure = f"{100 * rotated.mean:.1f} ± {100 * rotated.margin:.1f} %"
-    signs = [f"{100 * above_gradients(name):.0f} %" for name in ("gradients, sign", "updates, sign, in place")]
-    third = f"{100 * compared('updates, sign, in place', task='gpt').mean:.0f} %"
+    both = [f"{100 * above_gradients(name):.0f} %" for name in ("gradients, sign", "updates, sign, in place")]
+    beyond = f"{100 * compared('updates, sign, in place', task='gpt').mean:.0f} %"
     said = (
         f"cost {figure}, and {other} on the other text, at 30 times less traffic. At the same bytes signs of gradients "
     )
-    said += f"gradients cost {signs[0]}, and signs of updates {signs[1]} (on the other text {third})."
+    said += f"cost {both[0]}, and signs of updates {both[1]} (on the other text {beyond})."
     assert said in page.replace("\n", " ")
     assert f"[+{figure} of loss](#what-was-measured) on one text, +{other} on the other" in page
     assert f"[+{figure}](../explanation/gradients-or-updates.md#what-was-measured) in 2,282" in choose
     assert (
-        f"In 2,282 steps with AdamW it was {figure} above, where signs cost {signs[0]}."
+        f"In 2,282 steps with AdamW it was {figure} above, where signs cost {both[0]}."
         in (ROOT / "README.md").read_text()
     )
     assert (
