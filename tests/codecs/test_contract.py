@@ -375,7 +375,7 @@ def test_sparse_codecs_index_with_32_bits(spec):
             codec.payload_nbytes(shape)
 
 
-@pytest.mark.parametrize("spec", ["none", "fp16", "bf16", "uniform", "qsgd", "sign"])
+@pytest.mark.parametrize("spec", ["none", "fp16", "bf16", "uniform", "qsgd", "eden", "sign"])
 def test_the_others_take_any_number_of_elements(spec):
     assert nb.codec(spec).payload_nbytes(2**33) > 2**30
 
@@ -385,7 +385,7 @@ def test_what_seeds_drive():
     x = torch.randn(100_000)
     for spec in SPECS:
         codec = nb.codec(spec)
-        stochastic = any(word in spec for word in ("stochastic", "qsgd", "randomk"))
+        stochastic = any(word in spec for word in ("stochastic", "qsgd", "eden", "randomk"))
         # In a group of one there is nothing to round, and nothing to choose where all is kept.
         stochastic &= not any(word in spec for word in ("group=1,", "bucket=1,", "randomk:density=1.0"))
         same = torch.equal(codec.encode(x, seed=1), codec.encode(x, seed=2**40 + 1))

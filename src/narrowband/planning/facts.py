@@ -71,7 +71,7 @@ def known(optimizer: str, spec: str | None, every: int) -> Fact | None:
     Example:
         >>> from narrowband.planning.facts import known
         >>> str(known("sgd", "powersgd:rank=4", every=0))
-        '+0.5% ± 0.7%'
+        '+0.5% ± 0.6%'
     """
     found = [fact for fact in facts() if (fact.optimizer, fact.spec, fact.every) == (optimizer, spec, every)]
     return max(found, key=lambda fact: fact.gap, default=None)

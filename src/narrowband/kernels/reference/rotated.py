@@ -9,7 +9,6 @@ import torch
 from narrowband.kernels.findings import holds
 from narrowband.kernels.quantized import packed_nbytes
 from narrowband.kernels.reference.common import (
-    CHUNK,
     NON_FINITE,
     TINY,
     UINT32,
@@ -17,6 +16,7 @@ from narrowband.kernels.reference.common import (
     magnitude_bits,
     mix_all_,
     pack_codes,
+    runs_of_groups,
     unpack_codes,
 )
 from narrowband.kernels.reference.compensation import compensate
@@ -59,10 +59,9 @@ def _total(x_GN: Tensor) -> Tensor:
 
 
 def _runs(numel: int, group: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of about CHUNK elements: the first group and the one behind the last."""
-    groups, run = -(-numel // group), max(CHUNK // group, 1)
-    for first in range(0, groups, run):
-        yield first, min(first + run, groups)
+    """Yield runs of groups: the first group, and the one behind the last."""
+    for begin, end, _ in runs_of_groups(-(-numel // group) * group, group):
+        yield begin // group, end // group
 
 
 def quantize_rotated(x: Tensor, out: Tensor, *, bits: int, group: int, seed: int = 0) -> None:
