@@ -168,6 +168,12 @@ def of_steps_behind_links() -> Iterator[Said]:
         f"takes {ratio(slow, 'none')} times as long as computing alone, and {ratio(slow, four)} times in 4 bits. At "
         f"1 Gbit/s these are {ratio(fast, 'none')} and {ratio(fast, four)} times",
     )
+    rotated = bench("ddp-200mbit-rotated", "codec")
+    yield Said(
+        "docs/how-to/choose-a-codec.md",
+        f"took {ratio(rotated, 'none')} times as long uncompressed as one that sends nothing, "
+        f"{ratio(rotated, four)} times with `{four}`, and {ratio(rotated, 'eden:bits=1')} times with `eden:bits=1`",
+    )
     dgc, low = "dgc:density=0.001", "powersgd:rank=4"
     yield Said(
         "docs/explanation/faq.md",
