@@ -78,7 +78,10 @@ def test_the_error_is_that_of_a_normal_variable_whatever_the_values_are(power):
         assert power > 1 or found > 0.9 * lost
 
 
-def test_three_bits_lose_less_than_stochastic_rounding_to_four():
+def test_where_few_values_are_large_three_bits_lose_less_than_stochastic_rounding_to_four():
+    """Where values are normal, four bits of qsgd lose a little less."""
+    normal = torch.randn(512 * 64, generator=torch.Generator().manual_seed(0))
+    assert 1 < nb.codec("eden:bits=3").squared_error(normal) / nb.codec("qsgd:bits=4").squared_error(normal) < 1.6
     x = torch.randn(512 * 64, generator=torch.Generator().manual_seed(0)) ** 3
     three, four = (nb.codec(spec) for spec in ("eden:bits=3", "qsgd:bits=4"))
     assert three.payload_nbytes(x.shape) < 0.73 * four.payload_nbytes(x.shape)

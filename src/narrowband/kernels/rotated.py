@@ -21,13 +21,14 @@ small for long groups: of cubes of normal values, in groups of 512, its square i
 
 A payload has the folded seed (uint32), so that nobody has to know the seed to decode it; the steps of all groups; and
 their codes, packed as in :mod:`.quantized`. The sign of element i of a group is negative where ``mix(i + folded seed)``
-has its highest bit. Arithmetic is float32
-without fused multiply-add, and sums are taken in pairs: of n numbers, the second half is added to the first, and so on
-down to one. So all backends write the same bytes. Before step 1, a group is multiplied by the power of two that brings
-its largest magnitude to [1, 2), and its step by the inverse, so that no square is out of range. A group whose largest
-magnitude is below 2**-126 has step 0, and so has one whose step would be below that. A group with inf or NaN has step
-NaN and codes 0. One whose decoded values might exceed float32 (``n·o·step`` does, which takes elements above about
-2**120) has step NaN, too.
+has its highest bit.
+
+Arithmetic is float32 without fused multiply-add, and sums are taken in pairs: of n numbers, the second half is added to
+the first, and so on down to one. So all backends write the same bytes. Before step 1, a group is multiplied by the
+power of two that brings its largest magnitude to [1, 2), and its step by the inverse, so that no square is out of
+range. A group whose largest magnitude is below 2**-126 has step 0, and so has one whose step would be below that. A
+group with inf or NaN has step NaN and codes 0. One whose decoded values might exceed float32 (``n·o·step`` does, which
+takes elements above about 2**120) has step NaN, too.
 """
 
 from __future__ import annotations
