@@ -223,7 +223,10 @@ _TABLES: dict[str, tuple[_Said, ...]] = {
         _Said(_GPT, None, None),
         _on_a_link("8 bits", "uniform:bits=8", "uniform:bits=8"),
         _on_a_link("8 bits, gradients 4", "uniform:bits=8", "qsgd:bits=4"),
+        _on_a_link("8 bits, gradients 2 rotated", "uniform:bits=8", "eden:bits=2"),
+        _on_a_link("8 bits, gradients 1 rotated", "uniform:bits=8", "eden:bits=1"),
         _on_a_link("4 bits", "uniform:bits=4", "qsgd:bits=4"),
+        _on_a_link("4 bits rotated", "eden:bits=4", "eden:bits=4"),
         _on_a_link("top 10% from the start", _top(0.1), "topk:density=0.1,reuse=forward"),
     ),
 }

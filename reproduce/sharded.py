@@ -8,10 +8,10 @@ parameters. ``nb.compress_shards`` does both, and sends no parameters before bac
 Run ``python -m reproduce.sharded`` (half an hour on two cores), ``--long`` (with two rows over seven epochs),
 ``--quick`` (seconds), ``--help``.
 
-Differences from the paper: The model is a GPT of 0.9 million parameters on bytes of tiny shakespeare. Gradients are not
-rotated before they are quantized. They are rounded stochastically, in groups of 128 with a scale each; rows *nearest*
-round to the nearest level, as the paper does. There is no hierarchy of fast and slow links between differences and
-gradients.
+Differences from the paper: The model is a GPT of 0.9 million parameters on bytes of tiny shakespeare. The paper rotates
+gradients before it quantizes them; here rows *rotated* do so, in 2 bits and in 1 (``eden``). The others round
+stochastically, in groups of 128 with a scale each; rows *nearest* round to the nearest level, as the paper does. There
+is no hierarchy of fast and slow links between differences and gradients.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ _SENT = (
     _Sent(_NEAREST, "uniform:bits=4", "uniform:bits=4"),
     _Sent(_HALF, "bf16", "bf16", references=False),
     _Sent(_COARSE, "uniform:bits=2,rounding=stochastic", "uniform:bits=4"),
+    _Sent("2 rotated and 4 bits", "eden:bits=2", "uniform:bits=4"),
+    _Sent("1 rotated and 4 bits", "eden:bits=1", "uniform:bits=4"),
 )
 
 

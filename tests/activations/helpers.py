@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,22 @@ from tests.activations.models import SMALL
 
 def compress(model, **options):
     return nb.compress_activations(model, **{"min_numel": SMALL, **options})
+
+
+def with_zero(alpha, beta, bits):
+    """Step and low of codes for α and β, in float64: equation 3 of Mesa, with a level at zero if a range contains zero.
+
+    A range is widened to the nearer side: its lowest level stays where it is, or its highest.
+    """
+    top, high = 2**bits - 1, alpha + beta
+    if bits < 4:
+        return alpha / top, beta
+    choices = [(step, -k * step) for k in range(top + 1) for step in [(torch.maximum(-beta / k, high / (top - k)))]]
+    steps, lows = (torch.stack(column).nan_to_num(math.inf, math.inf) for column in zip(*choices, strict=True))
+    best = steps.argmin(0, keepdim=True)
+    inside = (beta < 0) & (high >= 0)
+    step, low = (column.gather(0, best).squeeze(0) for column in (steps, lows))
+    return torch.where(inside, step, alpha / top), torch.where(inside, low, beta)
 
 
 def grads_of(model):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ import narrowband as nb
 from narrowband import kernels
 from narrowband.activations import packed
 from narrowband.activations.ranges import Notes
-from narrowband.kernels.backends import Backend
-from narrowband.kernels.reference import rows as reference
 from tests.activations.models import Gated
 
 
@@ -62,10 +59,6 @@ def test_nothing_is_asked_of_the_device_but_once(symmetric, monkeypatch):
     """Every step after the first one makes codes with one call, and reads no value of a tensor."""
     layers, x = model(), torch.randn(64, 64)
     saving = nb.compress_activations(layers, bits=8, symmetric=symmetric)
-    if symmetric and find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    if symmetric:  # a GPU's loop, which need not ask how often to try
-        monkeypatch.setattr(reference, "centred_steps", Backend("narrowband.kernels.cuda").centred_steps)
     monkeypatch.setattr(packed, "by_chance", lambda _: False)
     gradients(layers, x, saving)
     for name in ("learn_ranges", "row_extremes", "quantize_rows_learning"):
@@ -88,8 +81,6 @@ OWN = [{"decay": 0}, {"statistics": "sample"}, {"granularity": 64}, {"statistics
 
 @pytest.mark.parametrize("options", OWN, ids=str)
 def test_where_batches_have_their_own_ranges_nothing_is_asked_but_once_and_codes_are_the_same(options, monkeypatch):
-    if find_spec("triton") is None and options not in OWN[:2]:
-        pytest.skip("Triton is not installed")
     outcomes = []
     for ahead in (set(), {"cpu"}):
         with monkeypatch.context() as patch:
@@ -105,9 +96,6 @@ def test_where_batches_have_their_own_ranges_nothing_is_asked_but_once_and_codes
                 for where, what in (torch.Tensor, "__bool__"), (torch.Tensor, "item"), (kernels, "learn_ranges"):
                     patch.setattr(where, what, lambda *_: pytest.fail("the host waits"))
                 patch.setattr(torch.Tensor, "tolist", _of_notes)
-                if options not in OWN[:2]:  # a GPU's loop, which need not ask how often to try
-                    own = Backend("narrowband.kernels.cuda").centred_steps
-                    patch.setattr(kernels, "centred_steps", own)
             outcomes.append(found)
     for found, expected in zip(*outcomes, strict=True):
         assert torch.equal(found, expected)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from narrowband.activations.ranges import WIDE, drift
-from tests.activations.helpers import Heads, compress, linears
+from tests.activations.helpers import Heads, compress, linears, with_zero
+from tests.kernels.tables import reference
 
 
-def rederived(x, dims, held, bits, decay):
-    """Equations 3 and 5 to 7 in float64 for groups that lie along ``dims``: (x̂ by rounding to nearest, the range (α, β)
-    it has, the estimates (α, β)). The range is that of the estimates before, unless an end of it is far from these; and
+def rederived(x, dims, held, decay):
+    """Equations 6 and 7 in float64 for groups that lie along ``dims``: the range (α, β) that the batch has, and the
+    estimates (α, β). The range is that of the estimates before, unless an end of it is far from these; and
     the batch's own where that needs a much wider one.
     """
     low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
@@ -28,16 +29,30 @@ def rederived(x, dims, held, bits, decay):
             both = torch.maximum(high, sum(held)) - torch.minimum(low, held[1])
             wide = both > WIDE * held[0]
             alpha, beta = torch.where(wide, high - low, alpha), torch.where(wide, low, beta)
-    top = 2**bits - 1
-    x_tilde = ((x - beta) * top / alpha).round().clamp(0, top)
-    return x_tilde * alpha / top + beta, (alpha, beta), learned
+    return (alpha, beta), learned
+
+
+def rounded(x, low, step, bits):
+    """Equation 5 in float64, given the ends that equation 3 takes."""
+    return ((x - low) / step).round().clamp(0, 2**bits - 1) * step + low
 
 
 def check(found, x, dims, held, *, rounding, bits=8, decay=0.9):
     """What was restored against the equations; returns the estimates."""
-    x_hat, (alpha, beta), held = rederived(x.double(), dims, held, bits, decay)
-    unit = alpha / (2**bits - 1)
-    inside = (x >= beta) & (x <= alpha + beta)
+    (alpha, beta), held = rederived(x.double(), dims, held, decay)
+    unit, least = with_zero(alpha, beta, bits)
+    assert (unit <= alpha / (2**bits - 1) * (1 + 1 / (2**bits - 2) + 1e-9)).all()
+    low, step = (
+        reference.code_ranges(  # of float32, and with steps that have one code for zero
+            torch.stack((alpha, beta)).float().view(2, -1), bits=bits, symmetric=False, zeroed=bits >= 4
+        )
+        .double()
+        .view(2, *alpha.shape)
+    )
+    torch.testing.assert_close(step, unit, rtol=1e-3, atol=0)
+    torch.testing.assert_close(low, least, rtol=1e-3, atol=0)
+    x_hat, unit = rounded(x.double(), low, step, bits), step
+    inside = (x >= low) & (x <= low + (2**bits - 1) * step)
     assert (inside | (found.double() - x_hat).abs().le(1e-5 * alpha)).all(), "clipped to the range"
     if rounding == "nearest":
         assert ((found.double() - x_hat).abs() <= unit * 1e-3).double().mean() > 0.98

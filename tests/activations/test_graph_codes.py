@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.activations.compiling import BATCH, HIDDEN, WIDTH, error, mlp, nbytes, run, saved, saving
+from tests.activations.helpers import with_zero
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_yet")
@@ -27,12 +28,18 @@ def restored(x: Tensor, bits: int, **options) -> Tensor:
 
 
 def ranges(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups, and of each its least element and its step, float64; shorter at the end, which is filled up."""
+    """Groups, and of each its lowest level and its step, float64; shorter at the end, which is filled up."""
     flat = x.double().flatten()
     flat = torch.cat((flat, flat[-1:].expand(-flat.numel() % group)))
     rows = flat.view(-1, group)
     low = rows.amin(1, keepdim=True)
-    return rows, low, (rows.amax(1, keepdim=True) - low) / (2**bits - 1)
+    high = rows.amax(1, keepdim=True)
+    step, low = with_zero(high - low, low, bits)
+    # Where zero has a level, steps are rounded up to 16 bits.
+    coarse = 2.0 ** (step.log2().floor() - 15)
+    wide = (step / coarse).ceil() * coarse
+    zeroed = (rows.amin(1, keepdim=True) < 0) & (high >= 0) & (bits > 2)
+    return rows, torch.where(zeroed, (low / step).round() * wide, low), torch.where(zeroed, wide, step)
 
 
 @pytest.mark.parametrize(

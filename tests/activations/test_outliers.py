@@ -416,7 +416,7 @@ def test_a_batch_that_is_much_wider_has_8_bits_and_teaches_as_any_other():
     made = quantized(x * 2 * JUMP, rows, 4, x.dtype, Arena(), policy, estimates, "a")
     assert made.bits == 8
     assert made.nbytes == x.numel()
-    assert made.ranges[1].item() == pytest.approx(2 * JUMP * width / 255)
+    assert made.ranges[1].item() == pytest.approx(2 * JUMP * width / 255, rel=0.005)
     assert estimates.state_dict()["a"][0].item() == pytest.approx((0.9 + 0.2 * JUMP) * width)
     made = quantized(x * 2 * JUMP, rows, 4, x.dtype, Arena(), policy, estimates, "a")
     assert made.bits == 8

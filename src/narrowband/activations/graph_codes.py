@@ -4,9 +4,10 @@ The range, low and step, of ``group`` neighbours in memory is computed for every
 
     step = (max − min) / (2^b − 1)      code = ⌊(x − min) / step + u⌋      x̂ = min + code · step
 
-with u in [0, 1) for stochastic rounding, or ½. These are equations 3 to 5 of Pan et al. 2021, Mesa (arXiv 2111.11124);
-running estimates of the range (6, 7) would be state, which a graph cannot have. u is a hash of the element's position
-and bits.
+with u in [0, 1) for stochastic rounding, or ½; it is a hash of the element's position and bits. These are equations 3
+to 5 of Pan et al. 2021, Mesa (arXiv 2111.11124); running estimates of the range (6, 7) would be state, which a graph
+cannot have. With 8 and 4 bits, the levels of a group that contains zero are moved so that one of them is zero, as
+:mod:`narrowband.kernels.rows` says.
 
 Shapes: n elements, G groups of M, P codes per byte.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["around_zero", "decode", "encode", "groups", "is_sparse", "packed", "unpacked"]
+__all__ = ["decode", "encode", "groups", "is_sparse", "packed", "unpacked"]
 
 _UINT32 = 0xFFFFFFFF
 
@@ -45,30 +46,34 @@ def encode(x_GM: Tensor, bits: int, *, stochastic: bool, signs: bool) -> tuple[T
 
     Where an outlier widens a group, its step is large compared to the other elements. Rounding these to one of two
     levels, neither of which is near zero, would cause most of the error. So where a good part of a group lies much
-    closer to zero than a step, levels are shifted and widened a little so that one of them is zero. If signs are kept,
-    one more level in such a group stands for positive elements that round to zero. Such a group's low is the code of
-    zero, and its step is negative.
+    closer to zero than a step, a level is made zero in 2 bits, too. If signs are kept, one more level in such a group
+    stands for positive elements that round to zero. Such a group's low is the code of zero, and its step is negative.
     """
     top = (1 << bits) - 1
-    levels = top - 1 if signs else top
     low, high = x_GM.amin(1, keepdim=True), x_GM.amax(1, keepdim=True)
     # In a constant group step is 0, and any code restores the constant. Where step is inf or NaN all codes are 0, and
     # 0 · inf is NaN.
     step = (high - low) / top
-    zeroed = is_sparse(x_GM, step, bits)
-    zero, wide = around_zero(low, high, levels)
+    inside = (low < 0) & (high >= 0) & torch.isfinite(step)
+    sparse = is_sparse(x_GM, step, bits) if signs or bits == 2 else inside
+    zeroed = sparse if bits == 2 else sparse | inside
+    zero, wide = _around_zero(low, high, top)
+    if signs:
+        zero, wide = map(torch.where, (sparse, sparse), _around_zero(low, high, top - 1), (zero, wide))
     wide = _coarse(wide)
     step, low = torch.where(zeroed, wide, step), torch.where(zeroed, -zero * wide, low)
     codes = ((x_GM - low) / step + (_noise(x_GM) if stochastic else 0.5)).floor()
     codes = torch.where(codes > 0, codes, 0.0)  # this maps NaN, which has no integer value, to 0
+    codes = torch.where(zeroed & (x_GM == 0), zero, codes)  # a compiler's division may be off by a bit
     if signs:
+        levels = top - sparse.float()
         restored = low + codes * step
         up = ((x_GM > 0) & (restored <= 0)).float()
         down = ((x_GM <= 0) & (restored > 0)).float()
-        within = codes.clamp(max=levels)
+        within = torch.minimum(codes, levels)
         moved = within + ((within > zero) | ((within == zero) & (x_GM > 0))).float()
-        codes = torch.where(zeroed, moved, codes + up - down)
-        low, step = torch.where(zeroed, zero, low), torch.where(zeroed, -step, step)
+        codes = torch.where(sparse, moved, codes + up - down)
+        low, step = torch.where(sparse, zero, low), torch.where(sparse, -step, step)
     return packed(codes.clamp(0, top).to(torch.int32), bits), low, step
 
 
@@ -85,18 +90,19 @@ def is_sparse(x_GM: Tensor, step: Tensor, bits: int) -> Tensor:
     return (small >= _SHARE) & torch.isfinite(step)
 
 
-def around_zero(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Return which of the levels 0 to ``levels`` stands for zero, and the step with which they reach both extremes.
+def _around_zero(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Return which of the levels 0 to ``levels`` stands for zero, and the smallest step with which they reach both
+    extremes.
 
     Example:
-        >>> around_zero(torch.tensor(-3.0), torch.tensor(200.0), 15)
+        >>> _around_zero(torch.tensor(-3.0), torch.tensor(200.0), 15)
         (tensor(1.), tensor(14.2857))
     """
-    zero = (-low / ((high - low) / levels)).round()
-    zero = torch.minimum(torch.maximum(zero, (low < 0).float()), levels - (high > 0).float())
-    above = torch.where(levels > zero, high / (levels - zero), 0.0)
-    below = torch.where(zero > 0, -low / zero, 0.0)
-    return zero, torch.maximum(above, below)
+    below = (-low / ((high - low) / levels)).floor().clamp(0, levels)
+    by_lower = torch.where(below > 0, -low / below, torch.inf)
+    by_upper = torch.where(below < levels - 1, high / (levels - 1 - below), torch.inf)
+    zero, step = torch.where(by_lower <= by_upper, below, below + 1), torch.minimum(by_lower, by_upper)
+    return torch.where(low < 0, zero, 0.0), torch.where(low < 0, step, high / levels)
 
 
 def decode(codes_GM: Tensor, low: Tensor, step: Tensor) -> Tensor:

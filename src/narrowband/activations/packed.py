@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.activations.graph_codes import around_zero, is_sparse
+from narrowband.activations.graph_codes import is_sparse
 from narrowband.activations.layout import Arrangement
 from narrowband.activations.outliers import EXTREME, Outliers
-from narrowband.activations.ranges import JUMP, WIDE, Estimates, drift, ranges, shaped
+from narrowband.activations.ranges import JUMP, WIDE, Estimates, drift
 from narrowband.kernels import Affine, Rows, Standard
 
 if TYPE_CHECKING:
@@ -82,51 +82,37 @@ class Payload:
     def encode(
         self,
         x: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
+        estimate: Tensor,
         *,
         symmetric: bool,
         stochastic: bool,
         seed: int,
-        watch: bool = False,
         own: bool = False,
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> None:
         """Make codes with given ranges.
 
         Args:
             x: the tensor's elements in memory order, float32 or bfloat16; see :meth:`Arrangement.lines`.
-            alpha: α of every group of every part.
-            beta: β of every group of every part.
+            estimate: (2, groups of all parts): α, β.
             symmetric: whether the middle code stands for zero.
             stochastic: round stochastically, otherwise to nearest.
             seed: the seed of stochastic rounding.
-            watch: whether to return the extremes of every group of every part.
             own: whether the ranges are those of neighbours in this tensor, one range for each part.
         """
-        if symmetric:
-            middle = (1 << self.bits - 1) - 1
-            step = alpha / (2 * middle)
-            step = kernels.centred_steps(step, torch.full_like(step, middle))
-            low = step * -middle
-        else:
-            low, step = beta, alpha / ((1 << self.bits) - 1)
-            if own:
-                low, step = self._zeroed(x, alpha, low, step)
-        self.ranges = torch.stack((low, step))
-        encode = kernels.quantize_rows_extremes if watch else kernels.quantize_rows
-        return encode(x, self.codes, self.rows, low, step, bits=self.bits, stochastic=stochastic, seed=seed)
+        self.ranges = kernels.code_ranges(estimate, bits=self.bits, symmetric=symmetric)
+        if own and self.bits == 2 and not symmetric:
+            self._zero_the_sparse(x, estimate)
+        kernels.quantize_rows(x, self.codes, self.rows, *self.ranges, bits=self.bits, stochastic=stochastic, seed=seed)
 
-    def _zeroed(self, x: Tensor, alpha: Tensor, low: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Shift the levels of sparse groups of neighbours so that one of them is zero, as compiled graphs do.
+    def _zero_the_sparse(self, x: Tensor, estimate: Tensor) -> None:
+        """Make zero a level of sparse groups of neighbours, as compiled graphs do.
 
         Beside an outlier, all other elements would otherwise be rounded to a level far from them.
         """
         x_GM = x.view(self.rows.parts, -1)
         some = x_GM[:, :: max(1, x_GM.shape[1] // _LOOKED_AT)]
-        sparse = is_sparse(some, step[:, None], self.bits).view(-1)
-        zero, wide = around_zero(low, low + alpha, (1 << self.bits) - 1)
-        wide = kernels.centred_steps(wide, zero)
-        return torch.where(sparse, -zero * wide, low), torch.where(sparse, wide, step)
+        sparse = is_sparse(some, self.ranges[1][:, None], self.bits).view(-1)
+        self.ranges = torch.where(sparse, kernels.code_ranges(estimate, bits=self.bits, zeroed=True), self.ranges)
 
     def encode_learning(
         self, x: Tensor, estimate: Tensor, decay: float, *, symmetric: bool, stochastic: bool, seed: int,
@@ -150,18 +136,9 @@ class Payload:
             Whether all extremes are finite, and the largest share of its width by which an end moves; see
             :func:`~narrowband.kernels.learn_ranges`.
         """
-        if symmetric:
-            alpha, beta = shaped(estimate, symmetric=True)
-            ends = self.encode(x, alpha, beta, symmetric=True, stochastic=stochastic, seed=seed, watch=True)
-            assert ends is not None
-            self.ranges = torch.cat((self.ranges, torch.stack(ends)))
-            learned, finite, moved = kernels.learn_ranges(estimate, *ends, decay)
-            if finite and moved <= drift:
-                estimate.copy_(learned)
-            return finite, moved
         self.ranges, finite, moved = kernels.quantize_rows_learning(
             x, self.codes, self.rows, estimate, decay, bits=self.bits, stochastic=stochastic, seed=seed, apart=apart,
-            drift=drift,
+            drift=drift, symmetric=symmetric,
         )  # fmt: skip
         return finite, moved
 
@@ -247,7 +224,7 @@ def quantized(
     estimates.notes.read(name)  # clears the note: this batch is checked
     if not estimates.decay:
         estimate = None  # each batch has its own range
-    if apart is not None and (estimate is None or policy.symmetric):
+    if apart is not None and estimate is None:
         x, apart = _lines(x, rows, apart), None
     if estimate is None:
         low, high = kernels.row_extremes(x, rows)
@@ -266,10 +243,8 @@ def quantized(
             if not learns:
                 estimates.good.add(name)
         payload = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device))
-        alpha, beta = ranges(low, high, policy, estimates, name if learns else None)
-        payload.encode(
-            x, alpha, beta, symmetric=policy.symmetric, stochastic=stochastic, seed=estimates.draw(), own=own
-        )
+        estimate = estimates.observe(name, low, high) if learns else torch.stack((width, low))
+        payload.encode(x, estimate, symmetric=policy.symmetric, stochastic=stochastic, seed=estimates.draw(), own=own)
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
     far, looks = drift(estimates.decay), by_chance(seed)
@@ -300,8 +275,8 @@ def quantized(
     if jumps and bits != 8:
         payload = Payload(rows, 8, dtype, arena.take(rows.nbytes(8), x.device))
     if moved > far:
-        alpha, beta = shaped(_unclipped(low, high, learned, estimate), symmetric=policy.symmetric)
-        payload.encode(x, alpha, beta, symmetric=policy.symmetric, stochastic=stochastic, seed=seed)
+        chosen = _unclipped(low, high, learned, estimate)
+        payload.encode(x, chosen, symmetric=policy.symmetric, stochastic=stochastic, seed=seed)
     return payload
 
 

@@ -25,17 +25,13 @@ import functools
 import math
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowband import kernels
 
-if TYPE_CHECKING:
-    from narrowband.activations.policy import ActivationPolicy
-
-__all__ = ["DRIFT", "JUMP", "WIDE", "Estimates", "Notes", "drift", "ranges", "shaped"]
+__all__ = ["DRIFT", "JUMP", "WIDE", "Estimates", "Notes", "drift"]
 
 #: The share of a range's width by which an end may differ from equations 6 and 7.
 DRIFT = 0.02
@@ -262,17 +258,6 @@ class Estimates:
             }
 
 
-def ranges(
-    low: Tensor, high: Tensor, policy: ActivationPolicy, estimates: Estimates, name: str | None
-) -> tuple[Tensor, Tensor]:
-    """Return α and β for a tensor with these extremes. With a name, first update the estimate of that name."""
-    if name is None or not policy.learns:
-        estimate = torch.stack((high - low, low))
-    else:
-        estimate = estimates.observe(name, low, high)
-    return shaped(estimate, symmetric=policy.symmetric)
-
-
 @functools.lru_cache(maxsize=1 << 6)
 def drift(decay: float) -> float:
     """Return the share of its width by which an end of an estimate must move for a tensor to be quantized again.
@@ -280,12 +265,3 @@ def drift(decay: float) -> float:
     A batch moves an end by 1 − μ times what it exceeds the end by. So for a μ close to 1 the share is smaller.
     """
     return min(DRIFT, (WIDE - 1) * (1 - decay))
-
-
-def shaped(estimate: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Return α and β of an estimate, made symmetric if the policy asks for it. Estimates do not depend on that."""
-    alpha, beta = estimate.unbind()
-    if not symmetric:
-        return alpha, beta
-    beta = -torch.maximum(alpha + beta, -beta)
-    return -2 * beta, beta

@@ -64,18 +64,17 @@ def _use_once(
         for rows in shapes:
             low, high = kernels.row_extremes(x, rows)
             for width in bits:
-                step = (high - low) / ((1 << width) - 1)
+                known = torch.stack((high - low, low))
+                ranges = kernels.code_ranges(known, bits=width, symmetric=policy.symmetric)
                 codes = torch.empty(rows.nbytes(width), dtype=torch.uint8, device="cpu")
-                kernels.quantize_rows(x, codes, rows, low, step, bits=width, stochastic=stochastic)
-                if running and policy.symmetric:
-                    kernels.quantize_rows_extremes(x, codes, rows, low, step, bits=width, stochastic=stochastic)
-                elif running:
-                    known = torch.stack((high - low, low))
+                kernels.quantize_rows(x, codes, rows, *ranges, bits=width, stochastic=stochastic)
+                if running:
                     kernels.quantize_rows_learning(
-                        x, codes, rows, known, policy.decay, bits=width, stochastic=stochastic
-                    )
+                        x, codes, rows, known, policy.decay, bits=width, stochastic=stochastic,
+                        symmetric=policy.symmetric,
+                    )  # fmt: skip
                 for result in (out, out.float()) if policy.derive else (out,):  # derived results are rounded last
-                    kernels.dequantize_rows(codes, result, rows, torch.stack((low, step)), bits=width)
+                    kernels.dequantize_rows(codes, result, rows, ranges, bits=width)
         kernels.dwarfed_rows(x, shapes[0], (high - low)[None])
         if running:
             kernels.learn_ranges(torch.stack((high - low, low)), low, high, policy.decay)

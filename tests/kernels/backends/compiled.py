@@ -161,7 +161,8 @@ def call_wrappers(*, every: bool) -> None:
             part, coded, lines, torch.ones(2, 1), 0.9, torch.zeros(1), drift=0.02, jump=4.0, bits=8, stochastic=True,
             standard=Standard(x, x, 128),
         )  # fmt: skip
-    cuda.centred_steps(x, x)
+    for symmetric, zeroed in ((True, False), (False, True), (False, False)):
+        cuda.code_ranges(x[:18].view(2, 9), bits=8, symmetric=symmetric, zeroed=zeroed)
     cuda.learn_ranges(torch.zeros(2, 9), low.repeat(5)[:9], low.repeat(5)[:9], 0.9)
     windows, position = Windows(2, 10, 10, 1, 20, 3, (2, 2), (1, 1)), torch.zeros(200, dtype=torch.int64)
     cuda.pool_places(position, out[:200], windows)

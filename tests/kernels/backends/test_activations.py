@@ -68,18 +68,34 @@ def test_rows_of_activations(
     assert_all_same(decoded)
 
 
-@given(count=st.integers(0, 600), bits=st.sampled_from([2, 4, 8]), kind=st.sampled_from(KINDS), seed=seeds)
-@settings(max_examples=examples(20), deadline=None)
-def test_steps_are_widened_until_a_code_is_zero(count: int, bits: int, kind: str, seed: int) -> None:
-    middle = torch.randint(1 << bits, (count,), generator=torch.Generator().manual_seed(seed)).float()
-    step = make(kind, count, seed % 2**32).abs()
-    given = [(place(backend, step), place(backend, middle)) for backend in BACKENDS]
-    found = [back([backend.centred_steps(*own)]) for backend, own in zip(BACKENDS, given, strict=True)]
+@given(count=st.integers(0, 600), bits=st.sampled_from([2, 4, 8]), kind=st.sampled_from(KINDS),
+       symmetric=st.booleans(), zeroed=st.booleans(), seed=seeds)  # fmt: skip
+@settings(max_examples=examples(100), deadline=None)
+def test_ranges_of_codes_contain_zero(
+    count: int, bits: int, kind: str, symmetric: bool, zeroed: bool, seed: int
+) -> None:
+    """Where a range contains zero, zero comes back as zero, whatever the seed of rounding; and nothing is cut off."""
+    ends = make(kind, 2 * count, seed % 2**32).view(2, count)
+    estimates = torch.stack((ends[0].abs(), ends[1]))
+    estimates[1, ::2] = estimates[0, ::2] * -torch.rand(count)[::2]  # half of the ranges contain zero
+    form = {"bits": bits, "symmetric": symmetric, "zeroed": zeroed}
+    found = [back([backend.code_ranges(place(backend, estimates), **form)]) for backend in BACKENDS]
     assert_all_same(found)
-    ((steps, *_), *_) = found
-    usual = step.isfinite() & (step > 2.0**-100) & (step < 2.0**100)
-    assert torch.equal((middle * steps * (1 / steps))[usual], middle[usual])
-    assert bool(((steps >= step) & (steps < step * 1.0001))[usual].all())
+    (low, step), *_ = found[0]
+    alpha, beta = estimates
+    top, high = 2**bits - 1, alpha + beta
+    usual = (alpha > 2.0**-60) & (alpha < 2.0**60) & (beta.abs() > 2.0**-60) & (beta.abs() < 2.0**60)
+    inside = usual & (symmetric | zeroed & (beta < 0) & (high >= 0))
+    zero = (-low / step).round()
+    assert torch.equal((zero * step)[inside], -low[inside])
+    for u in (0.0, 1 - 2.0**-16):
+        assert torch.equal(((0 - low) * (1 / step) + u).floor()[inside], zero[inside])
+    assert_same(low[~inside & usual], beta[~inside & usual])
+    assert_same(step[~inside & usual], (alpha / torch.tensor(float(top)))[~inside & usual])
+    slack, last = step * 1e-5, low + step * (top - symmetric)
+    assert bool(((low <= beta + slack) & (last >= high - slack))[usual].all())
+    width = 2 * torch.maximum(high, -beta) / (top - 1) if symmetric else alpha / (top - zeroed)
+    assert bool((step <= width * 1.001)[inside].all())
 
 
 @given(
@@ -132,12 +148,8 @@ def test_ranges_adapt_and_nothing_is_told_to_the_host(
         if moved > 0.02:
             width = (seen[1] - seen[0]).item()
             column = torch.stack((seen[1] - seen[0], seen[0])) if width > 4.0 * column[0].item() else expected
-        low = column[1]
-        if symmetric:
-            middle = (1 << bits - 1) - 1
-            step = torch.maximum(column.sum(0), -low) * 2 / (2 * middle)
-            low = reference.centred_steps(step, torch.full_like(step, middle)) * -middle
-        assert_same(ranges[0, g : g + 1], low)
+        of_column = reference.code_ranges(column, bits=bits, symmetric=symmetric, zeroed=bits > 2)
+        assert_same(ranges[:, g : g + 1], of_column)
 
 
 @given(
@@ -266,12 +278,13 @@ def test_how_far_an_end_has_moved() -> None:
     gap=st.sampled_from([None, 0, 5]),
     decay=st.sampled_from([0.0, 0.5, 0.9]),
     allowed=st.sampled_from(["any", "just", "less", "none"]),
+    symmetric=st.booleans(),
     seed=seeds,
 )
 @settings(max_examples=examples(200), deadline=None)
 def test_learning_along_is_quantizing_with_what_is_known_and_then_learning(
     rows: kernels.Rows, kind: str, dtype: Any, bits: int, stochastic: bool, gap: int | None, decay: float,
-    allowed: str, seed: int,
+    allowed: str, symmetric: bool, seed: int,
 ) -> None:  # fmt: skip
     """Also of a tensor of any shape, where lines are so far apart in its memory; unless it moves estimates too far."""
     x = lines = make_as(dtype, kind, rows.numel, seed % 2**32)
@@ -283,12 +296,13 @@ def test_learning_along_is_quantizing_with_what_is_known_and_then_learning(
         lines = padded.view(apart, rows.parts * rows.outer)
     known = make("normal", 2 * rows.parts * rows.groups, 1 + seed % 1000).view(2, -1)
     known[0].abs_()
-    ranges = torch.stack((known[1], known[0] / torch.tensor(2.0**bits - 1)))
+    ranges = reference.code_ranges(known, bits=bits, symmetric=symmetric, zeroed=bits > 2)
     form: dict[str, Any] = {"bits": bits, "stochastic": stochastic, "seed": seed}
     expected = torch.full((rows.nbytes(bits),), 5, dtype=torch.uint8)
     low, high = reference.quantize_rows_extremes(x, expected, rows, *ranges, **form)
     learned, finite, moved = reference.learn_ranges(known, low, high, decay)
     drift = {"any": math.inf, "just": moved, "less": np.nextafter(np.float32(moved), -1), "none": -1}[allowed]
+    form["symmetric"] = symmetric
     for backend in BACKENDS:
         codes, estimates = place(backend, torch.full_like(expected, 7)), place(backend, known)
         given = place(backend, lines), codes, rows, estimates, decay

@@ -27,7 +27,7 @@ FEW = {
     ("uniform-4bit-stochastic-encode", "_quantize_whole"): 26, ("sign-encode", "_quantize_whole"): 11,
     ("uniform-2bit-stochastic-encode", "_quantize_whole"): 26, ("ef-minmax-4bit-several", "_quantize_segments"): 36,
     ("saved-mlp-bf16-8-dequantize", "_dequantize"): 13, ("saved-norm-bf16-8-dequantize", "_dequantize"): 16,
-    ("saved-heads-bf16-8-quantize", "_quantize_group"): 590, ("saved-norm-bf16-8-quantize", "_quantize_group"): 640,
+    ("saved-heads-bf16-8-quantize", "_quantize_group"): 660, ("saved-norm-bf16-8-quantize", "_quantize_group"): 710,
     ("topk-exact-select", "_gather"): 520, ("mean-of-4-4bit-several", "_mean_segments"): 480,
     ("uniform-4bit-decode-accumulate", "_dequantize_whole"): 10, ("residual-keep-8", "_in_8"): 17,
 }  # fmt: skip

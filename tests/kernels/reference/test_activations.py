@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowband import kernels
+from narrowband.kernels.reference import rows as reference_rows
 from tests.kernels.reference.naive import (
     KINDS,
     f32,
@@ -190,6 +191,34 @@ def test_what_lies_on_a_level_stays_there_whatever_the_seed(bits: int) -> None:
             backend.quantize_rows(levels * 0.25 - 3.0, codes, rows, low, step, bits=bits, stochastic=True, seed=seed)
             backend.dequantize_rows(codes, out, rows, torch.stack((low, step)), bits=bits)
             assert torch.equal(out, levels * 0.25 - 3.0)
+
+
+def test_every_step_and_every_code_for_zero_have_a_step_close_by_with_which_the_code_is_exactly_zero() -> None:
+    """All mantissas of steps, rounded up to 16 bits: what inv misses a code by does not depend on the exponent."""
+    step = 1 + torch.arange(1 << 15, dtype=torch.float32) * 2.0**-15
+    for code in range(1, 256):
+        zero = torch.full_like(step, code)
+        found = reference_rows._centred(step, zero)
+        assert torch.equal((zero * found) * (1 / found), zero)
+        assert torch.equal((zero * found).double(), zero.double() * found.double())
+        assert bool(((found >= step) & (found < step * 1.001)).all())
+    between = torch.tensor([1 + 2.0**-23, 1.5 + 2.0**-16, 2 - 2.0**-23])
+    assert bool((reference_rows._centred(between, torch.tensor([3.0, 77.0, 255.0])) >= between).all())
+
+
+@pytest.mark.parametrize(("bits", "most"), [(4, 15 / 14), (8, 255 / 254)])
+def test_zero_gets_a_level_by_the_smallest_step_that_cuts_nothing_off(bits: int, most: float) -> None:
+    """All levels are tried in float64; see the equations in :mod:`narrowband.kernels.rows`."""
+    top = 2**bits - 1
+    low, high = -torch.rand(4000, dtype=torch.float64), torch.rand(4000, dtype=torch.float64) ** 4 + 1e-4
+    estimates = torch.stack((high - low, low)).float()
+    low, high = estimates[1].double(), estimates.sum(0).double()
+    steps = [torch.maximum(-low / k, high / (top - k)) for k in range(1, top)]
+    found_low, found = reference.code_ranges(estimates, bits=bits, symmetric=False, zeroed=True).double()
+    best = torch.stack(steps).amin(0)
+    assert bool(((found >= best * (1 - 1e-6)) & (found <= best * 1.001)).all())
+    assert bool((best <= (high - low) / top * (most + 1e-6)).all())
+    assert bool(((found_low <= low + 1e-6) & (found_low + top * found >= high - 1e-6)).all())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

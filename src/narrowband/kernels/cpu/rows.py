@@ -58,6 +58,7 @@ from narrowband.kernels.cpu.loops import (
 )
 from narrowband.kernels.cpu.threads import spread, threads_for
 from narrowband.kernels.reference.rows import affine_rows
+from narrowband.kernels.rows import FEWEST_ZEROED, RAISE, TRIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     _Quantize = Callable[[Array, Array, int, int], None]
 
 __all__ = [
+    "code_ranges",
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
@@ -304,7 +306,45 @@ def _fold(stochastic: bool, seed: int) -> Any:
 
 
 @loop
-def _begin(estimates, levels, ranges, each, times):
+def _settle(estimates, bits, symmetric, zeroed, ranges):
+    """Compute low and step of every range; see :func:`narrowband.kernels.rows.code_ranges`."""
+    lows, steps, words = ranges[0], ranges[1], ranges[1].view(np.int32)
+    top, middle = F32((1 << bits) - 1), F32((1 << (bits - 1)) - 1)
+    for g in range(lows.size):
+        i = At(g)
+        alpha, beta = estimates[0, i], estimates[1, i]
+        high, step, zero = F32(alpha + beta), F32(alpha / top), F32(0)
+        if symmetric:
+            far = high if high > -beta or np.isnan(high) else F32(-beta)
+            step, zero = F32(F32(F32(2) * far) / F32(F32(2) * middle)), middle
+        elif zeroed and beta < F32(0) and high >= F32(0):
+            below = min(F32(np.floor(F32(F32(F32(-beta) / alpha) * top))), top)
+            above = F32(F32(top - F32(1)) - below)
+            if F32(F32(-beta) * above) <= F32(high * below):
+                step, zero = F32(F32(-beta) / below), below
+            else:
+                step, zero = F32(high / above), F32(below + F32(1))
+        lows[i], steps[i] = beta, step
+        if zero > F32(0):
+            if step < TINY:
+                steps[i] = F32(0)
+            elif step < F32(np.inf):
+                words[i] = I32(I32(words[i] + I32(0xFF)) & I32(~0xFF))
+                for _ in range(TRIES - 1):
+                    if F32(F32(zero * steps[i]) * F32(F32(1) / steps[i])) == zero:
+                        break
+                    words[i] = I32(words[i] + I32(RAISE))
+            lows[i] = F32(-F32(zero * steps[i]))
+
+
+def code_ranges(estimates: Tensor, *, bits: int, symmetric: bool, zeroed: bool) -> Tensor:
+    ranges = torch.empty(estimates.shape, dtype=torch.float32, device=estimates.device)
+    _settle(estimates.contiguous().numpy(), bits, symmetric, zeroed, ranges.numpy())
+    return ranges
+
+
+@loop
+def _begin(estimates, bits, symmetric, ranges, each, times):
     """Compute low and step of every range.
 
     Also fill ``each``, for each of the ``times`` neighbours that share a range: low, one over the step, and empty
@@ -312,14 +352,13 @@ def _begin(estimates, levels, ranges, each, times):
     """
     lows, inverses = each[0], each[1]
     least, most = each[2].view(np.int32), each[3].view(np.int32)
+    _settle(estimates, bits, symmetric, bits >= FEWEST_ZEROED, ranges)
     for g in range(ranges.shape[1]):
         i = At(g)
-        step = F32(estimates[0, i] / levels)
-        ranges[0, i], ranges[1, i] = estimates[1, i], step
-        inverse = _inverse(step)
+        inverse = _inverse(ranges[1, i])
         for j in range(g * times, (g + 1) * times):
             k = At(j)
-            lows[k], inverses[k] = estimates[1, i], inverse
+            lows[k], inverses[k] = ranges[0, i], inverse
             least[k], most[k] = HIGHEST, LOWEST
 
 
@@ -347,15 +386,15 @@ def _learner(width: int, half: bool) -> Any:
     quantize, dtype = _quantizer(width) if width else _quantize_singles, np.int16 if half else np.int32
 
     def _learn_rows(
-        x, pitch, inner, groups, per_part, first, last, size, times, bits, estimates, codes, found, low, high, decay,
-        drift,
+        x, pitch, inner, groups, per_part, first, last, size, times, bits, symmetric, estimates, codes, found, low,
+        high, decay, drift,
     ):  # fmt: skip
         before, ranges = floats_at(estimates, 2, size), floats_at(found, 4, size)
         learned = np.empty((2, size), np.float32)
         each = np.empty((4, size * times), np.float32)
         lows, inverses = each[0], each[1]
         least, most = each[2].view(np.int32), each[3].view(np.int32)
-        _begin(before, F32((1 << bits) - 1), ranges[0:2], each, times)
+        _begin(before, bits, symmetric, ranges[0:2], each, times)
         lines, to, fold = array_at(x, dtype), array_at(codes, np.uint8), folded(low, high)
         if width:
             quantize(lines, pitch, inner, groups, per_part, lows, inverses, to, fold, least, most, first, last)
@@ -372,7 +411,7 @@ def _learner(width: int, half: bool) -> Any:
 
 def quantize_rows_learning(
     x: Tensor, out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
-    apart: int | None = None, drift: float = math.inf,
+    apart: int | None = None, drift: float = math.inf, symmetric: bool = False,
 ) -> tuple[Tensor, bool, float]:  # fmt: skip
     numel, plan = _plan(rows, bits)
     own = estimates.contiguous()
@@ -382,13 +421,15 @@ def quantize_rows_learning(
             apart = rows.groups * rows.inner if x.is_contiguous() else x.stride(0)
         halves = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF) if stochastic else (None, None)
         finite, moved = _learner(bits if plan[0] != 1 else 0, x.dtype is torch.bfloat16)(
-            x.data_ptr(), apart, *plan, bits, own.data_ptr(), out.data_ptr(), found.data_ptr(), *halves,
+            x.data_ptr(), apart, *plan, bits, symmetric, own.data_ptr(), out.data_ptr(), found.data_ptr(), *halves,
             float(decay), float(drift),
         )  # fmt: skip
     else:
         if apart is not None:
             x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
-        finite, moved = _learn_together(x, out, rows, own, found, decay, bits, _fold(stochastic, seed), drift)
+        finite, moved = _learn_together(
+            x, out, rows, own, found, decay, bits, symmetric, _fold(stochastic, seed), drift
+        )
     if own is not estimates:
         estimates.copy_(own)
     return found, finite, moved
@@ -402,6 +443,7 @@ def _learn_together(
     found: Tensor,
     decay: float,
     bits: int,
+    symmetric: bool,
     fold: Any,
     drift: float,
 ) -> tuple[bool, float]:
@@ -409,7 +451,7 @@ def _learn_together(
     cut, times = cut_of(rows, bits)
     before, numbers = estimates.numpy(), found.numpy()
     each = np.empty((4, found.shape[1] * times), np.float32)
-    _begin(before, F32((1 << bits) - 1), numbers[:2], each, times)
+    _begin(before, bits, symmetric, numbers[:2], each, times)
     quantize = _quantize(x, out, cut, each[0], each[1], bits, fold)
     each[2:].view(np.int32)[:] = together(_watching(quantize, cut, rows.numel), 1)
     learned = np.empty_like(before)

@@ -35,7 +35,7 @@ from narrowband.kernels.cuda.common import (
 from narrowband.kernels.cuda.launching import Launch, kernel, run
 from narrowband.kernels.reference import rows as reference
 from narrowband.kernels.reference.rows import affine_rows, learning
-from narrowband.kernels.rows import TRIES
+from narrowband.kernels.rows import FEWEST_ZEROED, RAISE, TRIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from narrowband.kernels.rows import Affine, Rows, Standard
 
 __all__ = [
-    "centred_steps",
+    "code_ranges",
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 _MOST = tl.constexpr(2**31 - 1)
+_TRIES, _RAISE = tl.constexpr(TRIES), tl.constexpr(RAISE)
 #: The most neighbouring elements that a thread reads at once.
 _VECTOR = 8
 
@@ -265,33 +266,71 @@ def _learn(estimates, lows, highs, learned, seen, groups, decay, rest, WIDTH: tl
 
 
 @counting
-def _centre(steps, middles, out, count, TRIES: tl.constexpr, WIDTH: tl.constexpr):
+def _settle(
+    estimates, ranges, count, levels,
+    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, ZEROED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Compute low and step of ranges."""
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    step, middle = tl.load(steps + i, mask=i < count, other=0.0), tl.load(middles + i, mask=i < count, other=0.0)
-    tl.store(out + i, _centred(step, middle, TRIES), mask=i < count)
+    alpha = tl.load(estimates + i, mask=i < count, other=0.0)
+    beta = tl.load(estimates + count + i, mask=i < count, other=0.0)
+    low, step = _range(alpha, beta, levels, BITS, SYMMETRIC, ZEROED, True)
+    tl.store(ranges + i, low, mask=i < count)
+    tl.store(ranges + count + i, step, mask=i < count)
 
 
 @kernel
-def _centred(step, middle, TRIES: tl.constexpr):
-    """Return steps with which a code is zero; see :func:`narrowband.kernels.rows.centred_steps`."""
-    step = tl.where(step < TINY, 0.0, step)
-    for _ in range(TRIES):
-        missed = (middle * step) * tl.div_rn(step * 0.0 + 1.0, step) != middle
-        step = tl.where(missed & (step > 0.0), step * (1 + 2.0**-20), step)
+def _range(
+    alpha, beta, levels, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, ZEROED: tl.constexpr, SEVERAL: tl.constexpr
+):  # fmt: skip
+    """Return low and step of codes for an estimate, or for SEVERAL; see
+    :func:`narrowband.kernels.rows.code_ranges`.
+    """
+    high = alpha + beta
+    if SYMMETRIC:
+        middle: tl.constexpr = (1 << (BITS - 1)) - 1.0
+        top = tl.where((high > -beta) | (high != high), high, -beta) * 2.0  # noqa: PLR0124 - NaN stays NaN
+        zero = top * 0.0 + middle
+        step = _centred(tl.div_rn(top, zero * 2.0), zero, top == top, SEVERAL)  # noqa: PLR0124
+        low = -(step * zero)
+    elif ZEROED:
+        inside = (beta < 0.0) & (high >= 0.0)
+        below = tl.minimum(tl.floor(tl.div_rn(-beta, alpha) * levels), levels)
+        above = levels - 1.0 - below
+        lower = -beta * above <= high * below
+        width, count = tl.where(lower, -beta, high), tl.where(lower, below, above)
+        zero = tl.where(lower, below, below + 1.0)
+        step = tl.div_rn(tl.where(inside, width, alpha), tl.where(inside, count, levels))
+        step = _centred(step, zero, inside, SEVERAL)
+        low = tl.where(inside, -(zero * step), beta)
+    else:
+        low, step = beta, tl.div_rn(alpha, levels)
+    return low, step
+
+
+@kernel
+def _centred(step, zero, meant, SEVERAL: tl.constexpr):
+    """Return steps with which the codes ``zero`` stand for exactly zero, where this is meant."""
+    step = tl.where(meant & (step < TINY), 0.0, step)
+    meant = meant & (step > 0.0) & (step < float("inf"))
+    word = step.to(tl.int32, bitcast=True)
+    step = tl.where(meant, (word + 0xFF) & -0x100, word).to(tl.float32, bitcast=True)
+    missed = meant & ((zero * step) * tl.div_rn(step * 0.0 + 1.0, step) != zero)
+    tries = 1
+    while _any(missed, SEVERAL) & (tries < _TRIES):  # most steps need no other try
+        word = step.to(tl.int32, bitcast=True)
+        step = tl.where(missed, word + _RAISE, word).to(tl.float32, bitcast=True)
+        missed = meant & ((zero * step) * tl.div_rn(step * 0.0 + 1.0, step) != zero)
+        tries += 1
     return step
 
 
 @kernel
-def _range(width, low, levels, BITS: tl.constexpr, TRIES: tl.constexpr):
-    """Return low and step of an estimate; as wide below zero as above, and with a code for zero, if there are TRIES."""
-    step = tl.div_rn(width, levels)
-    if TRIES:
-        middle: tl.constexpr = (1 << (BITS - 1)) - 1.0
-        top = width + low
-        top = tl.where((top > -low) | (top != top), top, -low) * 2.0  # noqa: PLR0124 - NaN stays NaN
-        step = _centred(tl.div_rn(top, top * 0.0 + 2.0 * middle), middle, TRIES)
-        low = step * -middle
-    return low, step
+def _any(at, SEVERAL: tl.constexpr):
+    if SEVERAL:
+        return tl.max(at.to(tl.int32), 0) > 0
+    else:
+        return at
 
 
 @counting
@@ -299,13 +338,14 @@ def _quantize_group(
     x, out, mean, deviation, estimates, made, outer, groups, inner, apart, stride, blocks, workers, turns, pieces,
     levels, folded,
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr, TRIES: tl.constexpr,
+    WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr, SYMMETRIC: tl.constexpr,
+    ZEROED: tl.constexpr,
 ):  # fmt: skip
     """Make codes of some tiles of a group by its estimate, and note their extremes."""
     VECTOR: tl.constexpr = 8 if HALF else 4
     at = tl.program_id(0)
     g, worker = at // workers, at % workers
-    low, step = _range(tl.load(estimates + g), tl.load(estimates + groups + g), levels, BITS, TRIES)
+    low, step = _range(tl.load(estimates + g), tl.load(estimates + groups + g), levels, BITS, SYMMETRIC, ZEROED, False)
     most = tl.full((ROWS, WIDTH // VECTOR), LEAST, tl.int32)
     least_raised = tl.full((ROWS, WIDTH // VECTOR), ALL, tl.uint32)
     most_raised = tl.zeros((ROWS, WIDTH // VECTOR), tl.uint32)
@@ -327,8 +367,8 @@ def _quantize_group_again(
     x, out, mean, deviation, estimates, made, note, outer, groups, inner, apart, stride, blocks, workers, turns,
     pieces, levels, decay, rest, drift, jump, folded,
     STANDARD: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr, TRIES: tl.constexpr,
-    TURN: tl.constexpr,
+    WIDTH: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECED: tl.constexpr, SYMMETRIC: tl.constexpr,
+    ZEROED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Settle the range of a group, and make the codes of some tiles again if necessary.
 
@@ -362,7 +402,7 @@ def _quantize_group_again(
     jumped = own > width * jump
     chosen_width = tl.where(drifted, tl.where(jumped, own, wider), width)
     chosen_low = tl.where(drifted, tl.where(jumped, low, later), begin)
-    chosen_low, step = _range(chosen_width, chosen_low, levels, BITS, TRIES)
+    chosen_low, step = _range(chosen_width, chosen_low, levels, BITS, SYMMETRIC, ZEROED, False)
     chosen_low, step = tl.where(finite, chosen_low, float("nan")), tl.where(finite, step, float("nan"))
     if worker == 0:
         tl.store(made + g, chosen_low)
@@ -429,8 +469,8 @@ def _spaced(x: Tensor, rows: Rows) -> tuple[Tensor, int]:
     return x.contiguous(), line
 
 
-#: Steps per program of :func:`centred_steps`.
-_STEPS = 256
+#: Ranges per program of :func:`code_ranges`.
+_RANGES = 256
 #: The narrowest tile of rows that are divided into several tiles without a rest.
 _NARROW = 64
 
@@ -540,13 +580,17 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
     return learned, not infinite, far
 
 
-def centred_steps(step: Tensor, middle: Tensor) -> Tensor:
-    out, programs = torch.empty_like(step), -(-step.numel() // _STEPS)
-    run(_centre, programs, step, middle, out, step.numel(), on=step, TRIES=TRIES, WIDTH=_STEPS)
-    return out
+def code_ranges(estimates: Tensor, *, bits: int, symmetric: bool, zeroed: bool) -> Tensor:
+    estimates, groups = estimates.contiguous(), estimates.shape[1]
+    ranges, levels = torch.empty_like(estimates), float((1 << bits) - 1)
+    run(
+        _settle, -(-groups // _RANGES), estimates, ranges, groups, levels, on=estimates, BITS=bits, SYMMETRIC=symmetric,
+        ZEROED=zeroed, WIDTH=_RANGES,
+    )  # fmt: skip
+    return ranges
 
 
-quantize_rows_learning = functools.partial(learning, quantize_rows_extremes, learn_ranges)
+quantize_rows_learning = functools.partial(learning, code_ranges, quantize_rows_extremes, learn_ranges)
 
 
 #: Bytes. If shorter rows lie apart from the next row of their group, most bytes read would belong to the gaps.
@@ -585,7 +629,8 @@ def _adapting(
     workers = -(-tiles // turns)  # programs of a group
     numbers = rows.outer, rows.groups, rows.inner, apart, stride, blocks, workers, turns, length // rows.inner
     levels, constants = float((1 << bits) - 1), {"STANDARD": standard, "HALF": half, "BITS": bits}
-    constants |= {"STOCHASTIC": stochastic, "PIECED": _pieced(length, rows), "TRIES": TRIES if symmetric else 0, **tile}
+    constants |= {"STOCHASTIC": stochastic, "PIECED": _pieced(length, rows), "SYMMETRIC": symmetric, **tile}
+    constants["ZEROED"] = bits >= FEWEST_ZEROED
     programs, more = rows.groups * workers, (decay, 1.0 - decay, drift, jump)
     first = Launch(_quantize_group, programs, (*numbers, levels), **constants)
     again = Launch(_quantize_group_again, programs, (*numbers, levels, *more), TURN=_TURN, **constants)

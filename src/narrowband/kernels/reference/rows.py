@@ -17,7 +17,7 @@ from narrowband.kernels.reference.common import (
     uniform,
     unpack_codes,
 )
-from narrowband.kernels.rows import TRIES
+from narrowband.kernels.rows import FEWEST_ZEROED, RAISE, TRIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from narrowband.kernels.rows import Affine, Rows, Standard
 
 __all__ = [
-    "centred_steps",
+    "code_ranges",
     "dequantize_rows",
     "learn_ranges",
     "quantize_rows",
@@ -109,26 +109,57 @@ def learn_ranges(estimates: Tensor, low: Tensor, high: Tensor, decay: float) -> 
     return learned, bool(finite), far
 
 
+def code_ranges(estimates: Tensor, *, bits: int, symmetric: bool, zeroed: bool) -> Tensor:
+    alpha, beta = estimates.unbind()
+    high, top = alpha + beta, (1 << bits) - 1
+    levels = alpha.new_full((), top)  # some devices would multiply by a number's inverse
+    if symmetric:
+        middle = torch.full_like(alpha, top // 2)
+        step = _centred(2 * torch.maximum(high, -beta) / (2 * middle), middle)
+        return torch.stack((-(middle * step), step))
+    if not zeroed:
+        return torch.stack((beta, alpha / levels))
+    inside = (beta < 0) & (high >= 0)
+    below = (-beta / alpha * levels).floor().clamp(max=top)
+    above = top - 1 - below
+    lower = -beta * above <= high * below
+    width, count, zero = (torch.where(lower, *of) for of in ((-beta, high), (below, above), (below, below + 1)))
+    step = torch.where(inside, width, alpha) / torch.where(inside, count, levels)
+    step = torch.where(inside, _centred(step, zero), step)
+    return torch.stack((torch.where(inside, -(zero * step), beta), step))
+
+
+def _centred(step: Tensor, zero: Tensor) -> Tensor:
+    """Return steps with which the codes ``zero`` stand for exactly zero."""
+    step = torch.where(step < TINY, 0.0, step)
+    regular = (step > 0) & (step < torch.inf)
+    step = torch.where(regular, ((step.view(torch.int32) + 0xFF) & ~0xFF).view(torch.float32), step)
+    for _ in range(TRIES - 1):
+        missed = regular & ((zero * step) * (1 / step) != zero)
+        step = (step.view(torch.int32) + missed.int() * RAISE).view(torch.float32)
+    return step
+
+
 def learning(
-    quantize: Callable[..., tuple[Tensor, Tensor]], learn: Callable[..., tuple[Tensor, bool, float]], x: Tensor,
-    out: Tensor, rows: Rows, estimates: Tensor, decay: float, *, bits: int, stochastic: bool, seed: int = 0,
-    apart: int | None = None, drift: float = math.inf,
+    settle: Callable[..., Tensor], quantize: Callable[..., tuple[Tensor, Tensor]],
+    learn: Callable[..., tuple[Tensor, bool, float]], x: Tensor, out: Tensor, rows: Rows, estimates: Tensor,
+    decay: float, *, bits: int, stochastic: bool, seed: int = 0,
+    apart: int | None = None, drift: float = math.inf, symmetric: bool = False,
 ) -> tuple[Tensor, bool, float]:  # fmt: skip
-    """Run ``quantize_rows_learning`` as two loops: one makes codes and finds extremes, the other learns from these."""
+    """Run ``quantize_rows_learning`` as three loops: for ranges, for codes and extremes, and for estimates."""
     if apart is not None:
         x = x.detach().as_strided((rows.parts * rows.outer, rows.groups * rows.inner), (apart, 1))
     own = estimates.contiguous()
-    levels = own.new_full((), (1 << bits) - 1)  # some devices would multiply by a number's inverse
-    low, step = own[1], own[0] / levels
-    seen = quantize(x, out, rows, low, step, bits=bits, stochastic=stochastic, seed=seed)
-    found = torch.stack((low, step, *seen))
+    ranges = settle(own, bits=bits, symmetric=symmetric, zeroed=bits >= FEWEST_ZEROED)
+    seen = quantize(x, out, rows, *ranges, bits=bits, stochastic=stochastic, seed=seed)
+    found = torch.cat((ranges, torch.stack(seen)))
     learned, finite, moved = learn(own, *seen, decay)
     if finite and moved <= drift:
         estimates.copy_(learned)
     return found, finite, moved
 
 
-quantize_rows_learning = functools.partial(learning, quantize_rows_extremes, learn_ranges)
+quantize_rows_learning = functools.partial(learning, code_ranges, quantize_rows_extremes, learn_ranges)
 
 
 def quantize_rows_adapting(
@@ -160,16 +191,7 @@ def quantize_rows_adapting(
     note.copy_(torch.maximum(note.view(()), top).view(note.shape))
     chosen = torch.where(share > drift, torch.where(own[0] > jump * estimates[0], own, learned), estimates)
     chosen, learned = torch.where(finite, chosen, torch.nan), torch.where(finite, learned, estimates)
-    levels = (1 << bits) - 1
-    if symmetric:
-        levels -= 1
-        chosen[0] = 2 * torch.maximum(chosen[0] + chosen[1], -chosen[1])
-    step = chosen[0] / estimates.new_full((), levels)  # some devices would multiply by a number's inverse
-    low, middle = chosen[1], levels // 2
-    if symmetric:
-        step = centred_steps(step, torch.full_like(step, middle))
-        low = step * -middle
-    ranges = torch.stack((low, step))
+    ranges = code_ranges(chosen, bits=bits, symmetric=symmetric, zeroed=bits >= FEWEST_ZEROED)
     quantize_rows(x, out, rows, *ranges, bits=bits, stochastic=stochastic, seed=seed)
     return ranges, learned
 
@@ -187,17 +209,6 @@ def dequantize_rows(
         packed = codes[first * stride : last * stride].view(last - first, stride)
         value_RI = unpack_codes(packed, bits, rows.inner).to(torch.float32)
         _rows_of(out, rows, first, last).copy_(value_RI.mul_(step[range_R, None]).add_(low[range_R, None]))
-
-
-def centred_steps(step: Tensor, middle: Tensor) -> Tensor:
-    step = torch.where(step < TINY, 0.0, step)
-    for _ in range(TRIES):
-        missed = (middle * step) * (1 / step) != middle
-        missed &= step > 0
-        if not bool(missed.any()):
-            break
-        step = torch.where(missed, step * (1 + 2.0**-20), step)
-    return step
 
 
 def affine_rows(
