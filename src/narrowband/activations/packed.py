@@ -114,34 +114,6 @@ class Payload:
         sparse = is_sparse(some, self.ranges[1][:, None], self.bits).view(-1)
         self.ranges = torch.where(sparse, kernels.code_ranges(estimate, bits=self.bits, zeroed=True), self.ranges)
 
-    def encode_learning(
-        self, x: Tensor, estimate: Tensor, decay: float, *, symmetric: bool, stochastic: bool, seed: int,
-        apart: int | None, drift: float,
-    ) -> tuple[bool, float]:  # fmt: skip
-        """Make codes with the ranges of an estimate, and update the estimate from the tensor.
-
-        See :func:`~narrowband.kernels.quantize_rows_learning`. The tensor's extremes are appended to :attr:`ranges`.
-
-        Args:
-            x: the tensor's elements in memory order, float32 or bfloat16; see :meth:`Arrangement.lines`.
-            estimate: (2, groups): α, β. Updated in place, if at all.
-            decay: μ.
-            symmetric: whether the middle code stands for zero.
-            stochastic: round stochastically, otherwise to nearest.
-            seed: the seed of stochastic rounding.
-            apart: the distance of lines of rows in memory, in elements, where ``x`` is the tensor itself.
-            drift: update the estimate only if no end moves by more than this share of the width.
-
-        Returns:
-            Whether all extremes are finite, and the largest share of its width by which an end moves; see
-            :func:`~narrowband.kernels.learn_ranges`.
-        """
-        self.ranges, finite, moved = kernels.quantize_rows_learning(
-            x, self.codes, self.rows, estimate, decay, bits=self.bits, stochastic=stochastic, seed=seed, apart=apart,
-            drift=drift, symmetric=symmetric,
-        )  # fmt: skip
-        return finite, moved
-
     @property
     def nbytes(self) -> int:
         """Bytes of the codes, and of the ranges where each sample has its own."""
@@ -248,9 +220,9 @@ def quantized(
         return payload
     payload, seed = Payload(rows, bits, dtype, arena.take(rows.nbytes(bits), x.device)), estimates.draw()
     far, looks = drift(estimates.decay), by_chance(seed)
-    finite, moved = payload.encode_learning(
-        x, estimate, estimates.decay, symmetric=policy.symmetric, stochastic=stochastic, seed=seed, apart=apart,
-        drift=-1.0 if looks else far,
+    payload.ranges, finite, moved = kernels.quantize_rows_learning(  # the extremes are behind the ranges
+        x, payload.codes, rows, estimate, estimates.decay, bits=bits, stochastic=stochastic, seed=seed, apart=apart,
+        drift=-1.0 if looks else far, symmetric=policy.symmetric,
     )  # fmt: skip
     if not finite:
         return Outliers(extreme=True)
