@@ -19,6 +19,8 @@ from tests.gradients.training import (
     heard,
     loss_of,
     mlp,
+    residuals,
+    same,
     sgd,
     train,
     wrap,
@@ -211,6 +213,64 @@ def test_agrees_with_plain_ddp_to_the_bit(feature, specs):
         assert not torch.equal(results[0], start)
         for spec, result in zip(specs, results[1:], strict=True):
             assert torch.equal(result, results[0]), f"{spec}: off by {(result - results[0]).abs().max()}"
+
+
+def later_beside_plain(rank, world_size, feature, specs):
+    """Parameters after plain DDP, then after each spec, which is set up when the model has trained for some steps."""
+    make, options, steps = FEATURES[feature]
+    results = []
+    for spec in (None, *specs):
+        model = wrap(make(), **options)
+        steps(model, rank)
+        handle = None if spec is None else compress(model, spec, min_numel=64)
+        steps(model, rank)
+        results.append(flat(model))
+        assert handle is None or handle.step > 0
+    return results
+
+
+EARLY = ("static_graph", "gradient_as_bucket_view", "find_unused_parameters, views")
+
+
+@pytest.mark.parametrize("feature", [*EARLY, *thorough(*(name for name in FEATURES if name not in EARLY))])
+def test_a_model_that_has_trained_already_agrees_with_plain_ddp_to_the_bit(feature):
+    for results in run_ranks(later_beside_plain, 2, feature, ["none", LOSSLESS]):
+        assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+def later_beside_anew(rank, world_size, options, before, spec):
+    """What a model and its copy, which DDP wraps anew, have after some steps with a handle each: parameters, residuals,
+    bytes sent and steps. The model has trained for ``before`` steps, the copy for none.
+    """
+    model, copied = wrap(mlp(), **options), mlp()
+    train(model, rank, range(before))
+    copied.load_state_dict(model.module.state_dict())
+    found = []
+    for each in (model, wrap(copied, **options)):
+        handle = compress(each, spec, min_numel=64)
+        train(each, rank, range(10, 14))
+        total = handle.stats().total
+        found.append((flat(each), residuals(handle), total.sent_bytes, total.steps))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "before"),
+    [
+        ({"cap": TINY}, 1),  # DDP makes its buckets anew in the next forward pass
+        ({"static_graph": True}, 1),
+        *thorough(({"cap": TINY}, 2), ({"static_graph": True, "cap": TINY}, 2), ({"gradient_as_bucket_view": True}, 1)),
+    ],
+    ids=str,
+)
+def test_compression_may_begin_in_the_middle_of_a_run(options, before):
+    """As with a model that DDP has just wrapped: all that is sent is compressed, and feedback has all that is lost."""
+    spec = "qsgd:bits=3+ef"
+    for later, anew in run_ranks(later_beside_anew, 2, options, before, spec):
+        assert torch.equal(later[0], anew[0])
+        assert same(later[1], anew[1])
+        assert later[2] == pytest.approx(anew[2], rel=0.02)  # messages have other buckets, and a few bytes of their own
+        assert later[3] == anew[3] == 4
 
 
 @pytest.mark.parametrize("feature", [*HARDEST, *thorough(*(name for name in FEATURES if name not in HARDEST))])

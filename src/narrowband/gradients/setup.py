@@ -55,7 +55,8 @@ def compress_gradients(
 ) -> GradientCompression:
     """Average gradients over ranks with compression. Call it once on all ranks, before the first backward.
 
-    Only ``model`` and ``spec`` are needed to begin with.
+    Only ``model`` and ``spec`` are needed to begin with. A later call, between two steps of all ranks, works as well:
+    compression then begins with the next backward.
 
     Args:
         model: a model in DistributedDataParallel, whose all-reduce is then compressed. Or a plain module. Or a module
