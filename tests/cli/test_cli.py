@@ -177,6 +177,28 @@ def test_adapt_writes_plans_that_training_can_follow(narrow, gradients, tmp_path
         assert "times fewer bytes than qsgd:bits=4 for all layers, at no more error" in said
 
 
+@pytest.mark.parametrize("policy", ["lgreco", "threshold"])
+def test_adapt_writes_what_its_table_shows(narrow, gradients, tmp_path, policy):
+    plan, told = tmp_path / "plan.json", tmp_path / "rows.json"
+    words = ["--policy", policy, "--reference", "qsgd:bits=4", "--ranks", "8", "--output", str(plan)]
+    code, out, err = narrow("adapt", str(gradients), *words, "--json", str(told))
+    assert (code, err) == (0, "")
+    said = "".join(out.split())
+    assert f"written:{plan}" in said
+    assert f"written:{told}" in said
+    written, saved = json.loads(told.read_text()), narrowband.Plan.load(plan)
+    assert written.keys() >= {"command", "commit", "machine", "versions", "config", "rows", "all"}
+    assert written["config"]["gradients"] == str(gradients)
+    assert {row["layer"]: row["spec"] for row in written["rows"]} == saved.specs()
+    assert [row["nbytes"] for row in written["rows"]] == [layer.nbytes for layer in saved.layers]
+    whole = written["all"]
+    assert (whole["ranks"], whole["nbytes"], whole["ratio"]) == (8, saved.nbytes, saved.ratio)
+    for row in (*written["rows"], whole):
+        assert f"{row['ratio']:.1f}" in out
+        assert row["relative_error"] is None if policy == "threshold" else f"{row['relative_error']:.2g}" in out
+    assert (whole["times_fewer"] is None) == (policy == "threshold")
+
+
 def test_adapt_draws_a_profile(narrow, gradients, tmp_path):
     code, _, err = narrow("adapt", str(gradients), "--plot", str(tmp_path / "plan.png"))
     assert (code, err) == (0, "")

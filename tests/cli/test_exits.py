@@ -132,6 +132,7 @@ WRONG = [
     ("adapt good.pt --output folder", "folder is a folder; give the name of a file"),
     ("adapt good.pt --output file/plan.json", "file is a file and not a folder; give another place"),
     ("adapt good.pt --plot file/plan.png", "give another place"),
+    ("adapt good.pt --json folder", "folder is a folder; give the name of a file"),
     ("bench kernels --json folder", "folder is a folder"),
     ("bench ddp --rate none --json file/rows.json", "give another place"),
     ("bench pipeline --rate none --json file/rows.json", "give another place"),
@@ -152,6 +153,7 @@ WRONG = [
     ("adapt good.pt --output good.pt", "good.pt is read by this command"),
     ("adapt good.pt --before same.pt --plot same.pt", "same.pt is read by this command"),
     ("adapt good.pt --output a.png --plot a.png", "a.png would be written twice"),
+    ("adapt good.pt --output a.json --json a.json", "a.json would be written twice"),
     ("plan model.py:fits --json model.py", "model.py is read by this command"),
     ("plan model.py:fits --apply a.json --json a.json", "a.json would be written twice"),
     ("memory model.py:fits --json model.py", "model.py is read by this command"),
@@ -425,6 +427,7 @@ def test_a_path_that_looks_like_a_smiley_stays_a_path(narrow, given):
     ("line", "written"),
     [
         ("adapt good.pt --output told.json", "told.json"),
+        ("adapt good.pt --json rows.json", "rows.json"),
         ("bench ddp --nodes 2 --rate none --model gpt-tiny --codecs none --rounds 1 --steps 1 --json x.json", "x.json"),
         ("doctor --json doctor.json", "doctor.json"),
         ("memory model.py:fits --batch 2 --json memory.json", "memory.json"),

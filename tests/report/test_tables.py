@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from narrowband.adapt import LayerPlan, Plan
+from narrowband.cli.adapt import rows_of
 from narrowband.report import tables
 from narrowband.units import NOTHING
 
@@ -94,11 +95,11 @@ def test_relative_errors_stand_beside_the_bytes():
 
 def test_a_plan_shows_the_relative_error_of_each_layer_and_of_all():
     plan = Plan((LayerPlan("a", (8, 8), "qsgd:bits=4", 36, 3.0), LayerPlan("b", (8, 8), "none", 256, 0.0)), "mine", 2)
-    text = drawn(tables.plan_table(plan, {"a": 6.0, "b": 8.0}))
+    text = drawn(tables.plan_table(*rows_of(plan, {"a": 6.0, "b": 8.0})))
     assert [cells(text, name)[-1] for name in ("a ", "b ", "all")] == ["0.25", "0", "0.09"]
     assert cells(text, "all")[-2] == "1.8"  # 512 bytes over 292
     looked_at_nothing = Plan((LayerPlan("a", (8, 8), "none", 0, None),), "mine", 2)
-    text = drawn(tables.plan_table(looked_at_nothing, {"a": 0.0}))
+    text = drawn(tables.plan_table(*rows_of(looked_at_nothing, {"a": 0.0})))
     assert [cells(text, name)[-2:] for name in ("a ", "all")] == [[NOTHING, NOTHING]] * 2
 
 

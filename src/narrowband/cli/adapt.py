@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -16,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from narrowband.adapt import Policy
+    from narrowband.adapt import Plan, Policy
 
-__all__ = ["Adapt"]
+__all__ = ["Adapt", "rows_of"]
 
 Name = Literal["lgreco", "constant", "kmeans", "accordion", "lgreco+accordion", "global-topk", "threshold"]
 
@@ -33,7 +35,7 @@ class Adapt:
 
     Examples:
       narrowband adapt gradients.pt --reference powersgd:rank=4 --output plan.json
-      narrowband adapt gradients.pt --reference qsgd:bits=4 --alpha 1.2 --plot plan.png
+      narrowband adapt gradients.pt --reference qsgd:bits=4 --alpha 1.2 --plot plan.png --json plan-rows.json
       narrowband adapt gradients.pt --reference topk:density=0.01+ef --choices powersgd:rank=2 none
       narrowband adapt gradients.pt --policy accordion --low powersgd:rank=4 --high powersgd:rank=1 --before earlier.pt
     """
@@ -77,13 +79,15 @@ class Adapt:
     """Write the plan to this file. After Ctrl-C nothing is there, because all layers are decided together."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Draw how many times less each layer sends."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the table to this file, with machine, versions and command."""
 
     def __call__(self, console: Console) -> int:
         from narrowband.adapt import Traffic
         from narrowband.report.plots import check_picture, plan_profile
         from narrowband.report.tables import RELATIVE_ERROR, plan_table
 
-        check_output(self.output, self.plot, reads=(self.gradients, self.before))
+        check_output(self.output, self.plot, self.json, reads=(self.gradients, self.before))
         check_picture(self.plot)
         if self.min_numel < 1:
             raise ValueError(f"min_numel={self.min_numel} must be at least 1")
@@ -97,22 +101,35 @@ class Adapt:
             _check_same(layers, before, self.gradients, self.before)
             policy.decide(before, step=0, traffic=traffic)
         plan = policy.decide(layers, step=0, traffic=traffic)
-        with written_first(lambda: None if self.output is None else plan.save(self.output)):
-            console.print(plan_table(plan, {name: float(x.double().norm()) for name, x in layers.items()}))
+        rows, whole = rows_of(plan, {name: float(x.double().norm()) for name, x in layers.items()})
+        with written_first(lambda: self._write(plan, rows, whole)):
+            console.print(plan_table(rows, whole))
             console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
-            if plan.reference_nbytes is not None and plan.nbytes:
+            if whole["times_fewer"] is not None:
                 console.print(
-                    f"among {counted(self.ranks, 'rank')} {plan.reference_nbytes / plan.nbytes:.2f} times fewer bytes "
-                    f"than {plan.reference} for all layers"
+                    f"among {counted(self.ranks, 'rank')} {whole['times_fewer']:.2f} times fewer bytes than "
+                    f"{plan.reference} for all layers"
                     + (", at no more error" if plan.budget is not None and self.alpha <= 1 else ""),
                     highlight=False,
                 )
-        if self.output is not None:
-            console.print(f"written: {self.output}", style="dim", markup=False, highlight=False)
+        for written in (self.output, self.json):
+            if written is not None:
+                console.print(f"written: {written}", style="dim", markup=False, highlight=False)
         if self.plot is not None:
             plan_profile(plan, self.plot)
             console.print(f"drawn: {self.plot}", style="dim", markup=False, highlight=False)
         return DONE
+
+    def _write(self, plan: Plan, rows: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+        from narrowband.report.record import provenance, write_json
+
+        if self.output is not None:
+            plan.save(self.output)
+        if self.json is not None:
+            config = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+            for name in ("output", "plot", "json"):  # they decide nothing
+                del config[name]
+            write_json(self.json, provenance() | {"config": config, "rows": rows, "all": whole})
 
     def _policy(self) -> Policy:
         from narrowband.adapt import Accordion, Constant, GlobalTopK, HardThreshold, KMeans, LGreCo
@@ -135,6 +152,42 @@ class Adapt:
                 "threshold": HardThreshold(self.value),
             }
         return made[self.policy]
+
+
+def rows_of(plan: Plan, norms: Mapping[str, float]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return JSON-able rows of a plan's layers, and the same of all layers together.
+
+    Args:
+        plan: the plan.
+        norms: layer → L2 norm of the gradient that the plan was made from.
+
+    Returns:
+        Rows of ``layer``, ``shape``, ``spec``, ``nbytes``, ``ratio`` (to no compression) and ``relative_error``; and
+        the last three of all layers, with ``policy``, ``ranks``, ``dense_nbytes``, ``reference``, ``reference_nbytes``
+        and ``times_fewer`` (than those of the reference). None: not known, or nothing is sent.
+    """
+
+    def numbers(nbytes: float, ratio: float, error: float | None, norm: float) -> dict[str, Any]:
+        relative = None if error is None or not norm else (error / norm) ** 2  # ‖p − C(p)‖² / ‖p‖²
+        return {"nbytes": nbytes, "ratio": ratio if nbytes else None, "relative_error": relative}
+
+    rows = [
+        {"layer": layer.name, "shape": list(layer.shape), "spec": layer.spec}
+        | numbers(layer.nbytes, plan.layer_ratio(layer), layer.error, norms[layer.name])
+        for layer in plan.layers
+    ]
+    errors = [layer.error for layer in plan.layers]
+    error = None if None in errors else math.hypot(*(each for each in errors if each is not None))
+    reference = plan.reference_nbytes
+    return rows, {
+        "policy": plan.policy,
+        "ranks": plan.world_size,
+        **numbers(plan.nbytes, plan.ratio, error, math.hypot(*norms.values())),
+        "dense_nbytes": plan.dense_nbytes,
+        "reference": plan.reference,
+        "reference_nbytes": reference,
+        "times_fewer": reference / plan.nbytes if reference is not None and plan.nbytes else None,
+    }
 
 
 def _layers(path: Path, min_numel: int) -> dict[str, Tensor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +15,6 @@ from narrowband.units import NOTHING, counted, format_bytes, format_loss, format
 
 if TYPE_CHECKING:
     from narrowband.activations import SavedBytes
-    from narrowband.adapt import Plan
     from narrowband.lab import LabReport
 
 __all__ = [
@@ -185,34 +183,27 @@ def adapt_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def plan_table(plan: Plan, norms: Mapping[str, float]) -> Table:
+def plan_table(rows: Sequence[dict[str, Any]], whole: dict[str, Any]) -> Table:
     """The spec of every layer of a plan, and its relative error.
 
     Args:
-        plan: the plan.
-        norms: layer → L2 norm of the gradient that the plan was made from.
+        rows: of the layers.
+        whole: the same of all layers together.
     """
     table = _table(
-        f"A plan by {plan.policy}: a rank of {plan.world_size} sends {format_bytes(plan.nbytes)} per step instead of "
-        f"{format_bytes(plan.dense_nbytes)}",
+        f"A plan by {whole['policy']}: a rank of {whole['ranks']} sends {format_bytes(whole['nbytes'])} per step "
+        f"instead of {format_bytes(whole['dense_nbytes'])}",
         *("layer", "shape", "spec", "sent", "× less", "error"),
     )
-    for layer in plan.layers:
-        table.add_row(
-            escape(layer.name),
-            " × ".join(map(str, layer.shape)),
-            escape(layer.spec),
-            format_bytes(layer.nbytes),
-            f"{plan.layer_ratio(layer):.1f}" if layer.nbytes else NOTHING,
-            _error(_relative(layer.error, norms[layer.name])),
-        )
-    errors = [layer.error for layer in plan.layers]
-    whole = None if None in errors else math.hypot(*(error for error in errors if error is not None))
+
+    def numbers(row: dict[str, Any]) -> tuple[str, ...]:
+        less = format_or_dash("{:.1f}".format, row["ratio"])
+        return format_bytes(row["nbytes"]), less, _error(row["relative_error"])
+
+    for row in rows:
+        table.add_row(escape(row["layer"]), " × ".join(map(str, row["shape"])), escape(row["spec"]), *numbers(row))
     table.add_section()
-    table.add_row(
-        "all", "", "", format_bytes(plan.nbytes), f"{plan.ratio:.1f}" if plan.nbytes else NOTHING,
-        _error(_relative(whole, math.hypot(*norms.values()))),
-    )  # fmt: skip
+    table.add_row("all", "", "", *numbers(whole))
     return table
 
 
@@ -530,8 +521,3 @@ def _change(ratio: float) -> str:
 def _error(value: float | None) -> str:
     """Format a relative error: 0.73, 0.026, 2e-08."""
     return format_or_dash("{:.2g}".format, value)
-
-
-def _relative(error: float | None, norm: float) -> float | None:
-    """Compute ‖p − C(p)‖² / ‖p‖² from the two norms; None if there is no error or the norm is 0."""
-    return None if error is None or not norm else (error / norm) ** 2
