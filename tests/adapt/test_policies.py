@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -177,7 +178,7 @@ def test_search_spaces_are_the_papers():
     assert search_space("powersgd:rank=4,ef=false") == [f"powersgd:rank={r},ef=false" for r in range(2, 9)]
     assert search_space("qsgd:bits=4+ef") == [f"qsgd:bits={b}+ef" for b in range(2, 9)]
     densities = [nb.compression(spec).codec.density for spec in search_space("topk:density=0.01+ef")]
-    assert densities == pytest.approx([0.001 * i for i in range(1, 101)])
+    assert densities == [float(f"0.{i:03}") for i in range(1, 101)]
     assert "topk:density=0.01+ef" in search_space("topk:density=0.01+ef")
     assert max(nb.compression(spec).codec.density for spec in search_space("topk:density=0.5+ef")) <= 1
     with pytest.raises(TypeError, match="a list of specs, such as"):
@@ -238,6 +239,29 @@ def test_global_topk_takes_the_largest_of_all():
     for layer in plan.layers:
         expected = max(1, int((gradients[layer.name].abs() >= threshold).sum()))
         assert nb.compression(layer.spec).codec.kept(layer.shape) == expected
+
+
+def digits(number):
+    return len(Decimal(repr(number)).normalize().as_tuple().digits)
+
+
+@pytest.mark.parametrize("density", [0.01, 0.03, 0.1, 0.0625, 0.1 + 0.2])
+def test_the_densities_around_a_reference_are_short(density):
+    specs = search_space(f"topk:density={density}")
+    chosen = [nb.codec(spec).density for spec in specs]
+    assert [f"topk:density={each}" for each in chosen] == specs
+    assert density in chosen
+    assert all(digits(each) <= 5 for each in chosen if each != density)
+
+
+def test_the_densities_of_global_topk_have_no_more_digits_than_it_takes_to_keep_what_was_counted():
+    gradients = spread()
+    for layer in GlobalTopK(0.02).decide(gradients, step=0, traffic=TRAFFIC).layers:
+        density, numel = nb.compression(layer.spec).codec.density, gradients[layer.name].numel()
+        assert layer.spec == f"topk:density={density}+ef"
+        k = nb.codec(f"topk:density={density}").kept(layer.shape)
+        for fewer in range(1, digits(density)):
+            assert nb.codec(f"topk:density={k / numel:.{fewer}g}").kept(layer.shape) != k
 
 
 def test_densities_and_thresholds_may_be_numpys_or_large():

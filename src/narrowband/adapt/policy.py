@@ -12,7 +12,7 @@ import torch
 from narrowband import kernels
 from narrowband.adapt.plan import LayerPlan, Plan
 from narrowband.codecs import Threshold, TopK
-from narrowband.codecs.sparse import check_numel
+from narrowband.codecs.sparse import check_numel, density_of
 from narrowband.feedback import Compression, compression
 from narrowband.units import whole_number
 
@@ -184,7 +184,7 @@ class GlobalTopK(Policy):
         up_to = torch.searchsorted(at.long().cpu(), ends)
         counts = torch.diff(up_to, prepend=up_to.new_zeros(1)).tolist()
         chosen = [
-            replace(self.start, codec=TopK(density=max(1, count) / max(1, x.numel())))
+            replace(self.start, codec=TopK(density=density_of(max(1, count), max(1, x.numel()))))
             for x, count in zip(gradients.values(), counts, strict=True)
         ]
         return plan_of(chosen, gradients, self, step=step, traffic=traffic)

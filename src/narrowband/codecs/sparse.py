@@ -55,6 +55,18 @@ def kept(density: float, numel: int) -> int:
     return min(numel, max(1, int(density * numel + 0.5)))
 
 
+def density_of(k: int, numel: int) -> float:
+    """Return the density with the fewest digits that keeps ``k`` of ``numel`` elements, which spec strings then show.
+
+    Example:
+        >>> density_of(12, 1024), 12 / 1024
+        (0.012, 0.01171875)
+    """
+    share = k / numel
+    shorter = (float(f"{share:.{digits}g}") for digits in range(1, 17))
+    return next((density for density in shorter if kept(density, numel) == k), share)
+
+
 def _check_density(name: str, density: float) -> None:
     if not 0.0 < density <= 1.0:
         raise ValueError(f"{name}: density={density} is not in (0, 1]; 0.01 keeps one element in a hundred")
@@ -166,7 +178,9 @@ class TopK(SelectingCodec):
         return self.mean == "ranks"
 
     def variations(self) -> tuple[str, list[float]]:
-        shares = [self.density if tenths == 10 else self.density * tenths / 10 for tenths in range(1, 101)]
+        # Rounded, because specs show it: 0.01 · 7 / 10 is 0.007000000000000001 in floats.
+        shares = [float(f"{self.density * tenths / 10:.12g}") for tenths in range(1, 101)]
+        shares[9] = self.density
         return "density", shares
 
     def values_nbytes(self, k: int) -> int:
