@@ -10,10 +10,13 @@ import re
 import socket
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import narrowband as nb
 from narrowband.bench import foretold, plan
+from narrowband.bench.architectures import ZOO, Architecture
 from narrowband.bench.ranks import RankError
 from narrowband.cli import main
 from narrowband.lab import LabConfig
@@ -131,6 +134,35 @@ def test_micro_batches_that_are_accumulated_are_compute(narrow, model, tmp_path)
     assert profile["forward_s"] > 900 * profile["backward_s"]
     compute_s = profile["forward_s"] + profile["backward_s"] + profile["optimizer_s"]
     assert all(row["compute_s"] == pytest.approx(compute_s) for row in written["rows"])
+
+
+def small(batch):
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), (torch.randn(batch, 64),)
+
+
+def test_a_name_that_a_published_model_has_too_is_said_to_be_a_small_one(narrow, tmp_path, monkeypatch):
+    monkeypatch.setitem(ZOO, "gpt2", Architecture("torch", "text", small))
+    told, remark = tmp_path / "rows.json", "gpt2 is that architecture of torch in a small size, with 16.6 k parameters"
+    words = ("--steps", "1", "--codecs", "none", "--optimizer", "sgd")
+    code, out, err = narrow("plan", "gpt2", *words, "--json", str(told))
+    assert (code, err) == (0, "")
+    said = " ".join(out.split())
+    assert "gpt2 (16.6 k parameters), 2 ranks behind 1 Gbit/s: predicted steps" in said
+    assert f"{remark} of random values. For the size that you train, give yours: file.py:function." in said
+    assert json.loads(told.read_text())["parameters"] == 16_576
+    _, out, _ = narrow("plan", "gpt2", *words, "--nodes", "1..2")
+    assert "gpt2 (16.6 k parameters): what to do among how many machines" in " ".join(out.split())
+    code, out, err = narrow("memory", "gpt2", "--batch", "2")
+    assert (code, err) == (0, "")
+    assert remark in " ".join(out.split())
+
+
+def test_a_model_of_ones_own_is_named_with_its_parameters_and_without_a_remark(narrow, model):
+    code, out, err = narrow("plan", model, "--steps", "1", "--codecs", "none", "--optimizer", "sgd")
+    assert (code, err) == (0, "")
+    assert "(16.6 k parameters), 2 ranks" in " ".join(out.split())
+    assert "small size" not in out
+    assert "small size" not in narrow("memory", model, "--batch", "2")[1]
 
 
 def test_what_is_known_of_muon_is_told(narrow, model):

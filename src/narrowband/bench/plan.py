@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from narrowband.adapt import Plan
 from narrowband.bench.ranks import RankError, check_seed
-from narrowband.bench.subjects import Subject, tried
+from narrowband.bench.subjects import Subject, numel_of, remark, tried
 from narrowband.errors import DisagreementError
 from narrowband.planning import (
     DEFAULT_CODECS,
@@ -207,29 +207,34 @@ class Report:
         profile: of the model and the codecs.
         host: of this machine.
         found: one entry; or, for a range of machines, one for each number of them and each link.
+        parameters: how many the model has, frozen ones included.
+        remark: which model its name stands for, where that is not plain.
         pairs: the links that were measured.
     """
 
     profile: Profile
     host: Host
     found: list[Found]
+    parameters: int
+    remark: str = ""
     pairs: list[Pair] = field(default_factory=list)
 
     @property
     def notes(self) -> list[str]:
         """Return reasons to doubt the figures."""
-        if self.profile.spread <= _BUSY:
-            return []
-        note = (
-            f"Measured steps differed by {self.profile.spread:.0%}: this machine is busy with something else, and "
-            "predictions are as uncertain as that. Measure again when it is idle."
-        )
-        return [note]
+        notes = [self.remark] if self.remark else []
+        if self.profile.spread > _BUSY:
+            notes.append(
+                f"Measured steps differed by {self.profile.spread:.0%}: this machine is busy with something else, and "
+                "predictions are as uncertain as that. Measure again when it is idle."
+            )
+        return notes
 
     def record(self) -> dict[str, Any]:
         """Return everything, JSON-able."""
         pairs = {"pairs": [asdict(pair) for pair in self.pairs]} if self.pairs else {}
-        measured = {"profile": asdict(self.profile), "host": asdict(self.host), **pairs}
+        profile = {"parameters": self.parameters, "profile": asdict(self.profile)}
+        measured = {**profile, "host": asdict(self.host), **pairs}
         advice = [each.summary() for each in self.found]
         if len(self.found) == 1:
             return {**measured, "rows": self.found[0].rows(), "advice": advice[0]}
@@ -250,14 +255,16 @@ def run(model: str, config: Config, on_event: Callable[[str], None] = lambda _: 
     if config.measure:
         return _run_together(model, config, on_event)
     clusters = [cluster for cluster in config.clusters if cluster.ranks > 1]
-    profile = _profile(_built(model, config), config, clusters, on_event)
+    subject = _built(model, config)
+    profile = _profile(subject, config, clusters, on_event)
     on_event("measuring messages")
     host = measure_host()
     links = [config.told_link()]
     if config.is_range and config.link is None:
         links = [replace(links[0], up=rate, down=rate) for rate in LINKS]
     networks = [Network(link, cluster, host, usable_cores()) for cluster, link in itertools.product(clusters, links)]
-    return Report(profile, host, [_found(config, profile, network) for network in networks])
+    found = [_found(config, profile, network) for network in networks]
+    return Report(profile, host, found, numel_of(subject[0]), remark(model, subject[0]))
 
 
 def _run_together(model: str, config: Config, on_event: Callable[[str], None]) -> Report:
@@ -328,7 +335,8 @@ def _measured_together(model: str, config: Config, meeting: Meeting, on_event: C
     finally:
         dist.destroy_process_group()
     network = Network(link, cluster, host, usable_cores())
-    return Report(slowest, host, [_found(config, slowest, network)], pairs)
+    found = [_found(config, slowest, network)]
+    return Report(slowest, host, found, numel_of(subject[0]), remark(model, subject[0]), pairs)
 
 
 def _about(subject: Subject) -> dict[str, Any]:

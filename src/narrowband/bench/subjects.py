@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from narrowband.bench.architectures import ZOO
 from narrowband.bench.devices import moved
 from narrowband.bench.models import GPT, GPTConfig, ResNet18, ViT
 from narrowband.errors import users_errors
+from narrowband.units import format_count
 
-__all__ = ["SUBJECTS", "Subject", "subject", "tried"]
+__all__ = ["SUBJECTS", "Subject", "numel_of", "remark", "subject", "tried"]
 
 #: A model and the inputs of its forward.
 Subject = tuple[nn.Module, tuple[Any, ...]]
@@ -74,8 +76,10 @@ def subject(name: str, batch: int) -> Subject:
             f"{name.removesuffix(':')} lacks the name of a function: write {name.removesuffix(':')}:function"
         )
     if not colon or not path:
+        close = get_close_matches(name.lower(), (*SUBJECTS, *ZOO), n=1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
         there = ", ".join((*SUBJECTS, *ZOO))
-        raise ValueError(f"unknown model {name!r}; there are: {there}, and yours: file.py:function")
+        raise ValueError(f"unknown model {name!r}{meant}; there are: {there}, and yours: file.py:function")
     build = _function(path, function, name)
     try:
         inspect.signature(build).bind(batch)
@@ -94,6 +98,21 @@ def subject(name: str, batch: int) -> Subject:
     if empty:
         raise ValueError(f"{name}: {empty[0]} of the model has no values (meta device); build the model on the CPU")
     return model, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def numel_of(model: nn.Module) -> int:
+    """Return how many parameters a model has, frozen ones included."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def remark(name: str, model: nn.Module) -> str:
+    """Say which model a name of the zoo stands for, since published models have the same names; empty for others."""
+    if name in SUBJECTS or name not in ZOO:
+        return ""
+    return (
+        f"{name} is that architecture of {ZOO[name].package} in a small size, with {format_count(numel_of(model))} "
+        "parameters of random values. For the size that you train, give yours: file.py:function."
+    )
 
 
 def tried(name: str, batch: int, device: str = "cpu") -> Subject:

@@ -47,7 +47,7 @@ class Memory:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """file.py:function, which is called with the batch size and returns a module and the tuple of its inputs; or
-    deit-tiny, deit-small, gpt, resnet18."""
+    deit-tiny, deit-small, gpt, resnet18; or a small model of narrowband bench memory --zoo, such as bert."""
     batch: int = 8
     """Samples."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
@@ -90,6 +90,8 @@ class Memory:
         with console.status("building"):
             model, inputs = subjects.tried(self.model, self.batch, self.device or devices.default_device())
             model.train()
+        if remark := subjects.remark(self.model, model):
+            console.print(remark, style="yellow", markup=False, highlight=False)
         tensors = tensors_of(model, inputs, self.optimizer, self.codec)
         surveys = {}
         with console.status("") as status:

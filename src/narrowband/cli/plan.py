@@ -37,7 +37,7 @@ class Plan:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """file.py:function, which is called with the batch size and returns a module and the tuple of its inputs; or
-    deit-tiny, deit-small, gpt, resnet18."""
+    deit-tiny, deit-small, gpt, resnet18; or a small model of narrowband bench memory --zoo, such as bert."""
     config: Annotated[plan.Config, tyro.conf.arg(name="")] = field(default_factory=plan.Config)
     apply: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write what is advised to this file: a plan that compress_gradients and compress_updates take."""
@@ -85,7 +85,7 @@ class Plan:
             console.print(pairs_table([asdict(pair) for pair in report.pairs]))
         found = report.found[0]
         network, advice = found.network, found.advice
-        title = f"{self.model}, {network.cluster} behind {network.link}: predicted steps"
+        title = f"{self._named(report)}, {network.cluster} behind {network.link}: predicted steps"
         console.print(advice_table(found.rows(), title, console.width))
         console.print(advice_legend(console.width), style="dim", markup=False, highlight=False)
         self._note(console, report)
@@ -102,7 +102,7 @@ class Plan:
         from narrowband.report.tables import RANGE, range_table
 
         rows = [found.summary() for found in report.found]
-        console.print(range_table(rows, f"{self.model}: what to do among how many machines, on which links"))
+        console.print(range_table(rows, f"{self._named(report)}: what to do among how many machines, on which links"))
         console.print(RANGE, style="dim", markup=False, highlight=False)
         self._note(console, report)
         if self.plot is not None:
@@ -110,6 +110,11 @@ class Plan:
 
             range_picture(rows, self.plot)
             console.print(f"drawn: {self.plot}", style="dim", markup=False, highlight=False)
+
+    def _named(self, report: plan.Report) -> str:
+        from narrowband.units import format_count
+
+        return f"{self.model} ({format_count(report.parameters)} parameters)"
 
     @staticmethod
     def _note(console: Console, report: plan.Report) -> None:
