@@ -256,6 +256,50 @@ def test_wherever_a_peer_is_interrupted_its_residuals_are_those_of_the_rounds_ou
         assert all(torch.equal(after[name], due[name]) for name in before)
 
 
+def interrupted_and_away(rank, world_size, address):
+    """Peer 1 is interrupted in the exchange of its fourth round, and calls nothing of its handle until peer 0 has given
+    that round up.
+    """
+    model, optimizer, handle = join(address, rank, begin_with=world_size, exchange_s=LONG_S)
+    side, feed, undo = nb.Rendezvous(address).connect(), handle.feed, handle._undo
+
+    def fed(*given, **options):
+        if handle.rounds == 3 and rank == 0:
+            side.set("0 is in it", "1")
+        elif handle.rounds == 3 and not side.check(["stopped"]):
+            side.wait(["0 is in it"])
+            side.set("stopped", "1")
+            raise KeyboardInterrupt
+        return feed(*given, **options)
+
+    def undone(*given):
+        undo(*given)
+        side.set(f"{rank} has given it up", "1")
+
+    handle.feed, handle._undo = fed, undone
+    seen = {}
+    for step in range(100):
+        if handle.rounds == 6:
+            break
+        try:
+            train(model, rank, [step], optimizer)
+        except KeyboardInterrupt:
+            side.wait(["0 has given it up"])
+            continue
+        if not handle.steps:
+            seen[handle.rounds] = len(handle.peers), flat(model)
+    handle.remove()
+    return seen
+
+
+def test_nobody_waits_for_a_peer_that_was_interrupted_in_a_round_and_does_something_else(store):
+    """It says so at once, and not when its handle is called next; otherwise this would take minutes."""
+    results = run_ranks(interrupted_and_away, 2, store, group=False)
+    for seen in results:
+        assert {rounds: peers for rounds, (peers, _) in seen.items()} == dict.fromkeys(range(2, 7), 2)
+        assert all(torch.equal(x, results[0][rounds][1]) for rounds, (_, x) in seen.items())
+
+
 def interrupted_while_it_is_put_in(rank, world_size, address):
     """Peer 2 is interrupted while it waits for its fourth round, when the others have seen it there and are about to
     put it into the round. It does nothing then until the others have given that round up.
