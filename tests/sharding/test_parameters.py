@@ -15,6 +15,7 @@ from tests.gradients.training import loss_of, mlp, refusal
 from tests.ranks import run_ranks
 from tests.sharding.training import FINE, OPTIONS, adamw, compress, computed_with, mesh_of, train
 from tests.tcp import tcp_sent_nbytes
+from tests.thorough import thorough
 
 
 def followed(rank, world_size, spec):
@@ -81,11 +82,13 @@ def test_nothing_is_sent_where_nothing_has_changed():
         assert sent["evaluation"][1] > 1000
 
 
-def counted(rank, world_size):
-    """Bytes that this rank has sent in two steps, by the handle's account and by the kernel's."""
+def counted(rank, world_size, codecs):
+    """Bytes that this rank has sent in two steps, by the handle's account and by the kernel's; and those of its account
+    if nothing were compressed.
+    """
     torch.manual_seed(0)
     model = shard(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), mesh_of(world_size))
-    handle = compress(model, **FINE)
+    handle = compress(model, **codecs)
     optimizer = adamw(model)
 
     def step():
@@ -95,16 +98,23 @@ def counted(rank, world_size):
 
     step()  # in which ranks also compare what they have
     dist.barrier()
-    stated, sent = handle.stats().total.sent_bytes, tcp_sent_nbytes()
+    before, sent = handle.stats().total, tcp_sent_nbytes()
     step()
     step()
     dist.barrier()
-    return handle.stats().total.sent_bytes - stated, tcp_sent_nbytes() - sent
+    after = handle.stats().total
+    return after.sent_bytes - before.sent_bytes, tcp_sent_nbytes() - sent, after.raw_bytes - before.raw_bytes
 
 
-def test_the_kernel_counts_what_the_handle_says_that_it_sent():
-    for stated, sent in run_ranks(counted, 2):
-        assert stated < sent < 1.05 * stated  # gloo has some words of its own
+@pytest.mark.parametrize("ranks", [2, *thorough(3)])
+def test_the_kernel_counts_what_the_handle_says_that_it_sent(ranks):
+    """Also of gradients that are not compressed: PyTorch's reduce-scatter by gloo is an all-reduce."""
+    plain = run_ranks(counted, ranks, {"gradients": "none", "parameters": "none"})
+    for codecs in ({"gradients": "none"}, FINE):
+        for (stated, sent, raw), (unsaved, in_full, _) in zip(run_ranks(counted, ranks, codecs), plain, strict=True):
+            assert stated < sent < 1.05 * stated  # gloo has some words of its own
+            assert unsaved < in_full < 1.05 * unsaved
+            assert raw == pytest.approx(unsaved, rel=0.001)
 
 
 def whole_again(rank, world_size):

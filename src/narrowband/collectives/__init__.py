@@ -21,6 +21,7 @@ from narrowband.collectives.groups import (
     can_send_from,
     group_of,
     group_or,
+    is_gloo,
     new_group,
     to_connect,
     wait_for,
@@ -28,7 +29,7 @@ from narrowband.collectives.groups import (
 )
 from narrowband.collectives.operand import Operand
 from narrowband.collectives.peers import Peers
-from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes, shares_of
+from narrowband.collectives.traffic import all_gather_nbytes, all_reduce_nbytes, reduce_scatter_nbytes, shares_of
 
 __all__ = [
     "COLLECTIVES",
@@ -53,7 +54,9 @@ __all__ = [
     "collective",
     "group_of",
     "group_or",
+    "is_gloo",
     "new_group",
+    "reduce_scatter_nbytes",
     "shares_of",
     "to_connect",
     "wait_for",

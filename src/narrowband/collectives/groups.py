@@ -30,6 +30,7 @@ __all__ = [
     "can_send_from",
     "group_of",
     "group_or",
+    "is_gloo",
     "new_group",
     "to_connect",
     "wait_for",
@@ -294,6 +295,13 @@ def can_send_from(group: dist.ProcessGroup | None, device: torch.device) -> bool
     """
     with contextlib.suppress(RuntimeError):
         return group is not None and group._get_backend(device) is not None
+    return False
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a group sends tensors on ``device`` by gloo."""
+    with contextlib.suppress(RuntimeError):
+        return bool(group._get_backend(device).name() == "gloo")
     return False
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["all_gather_nbytes", "all_reduce_nbytes", "shares_of"]
+__all__ = ["all_gather_nbytes", "all_reduce_nbytes", "reduce_scatter_nbytes", "shares_of"]
 
 
 def all_reduce_nbytes(nbytes: int, size: int) -> int:
@@ -29,6 +29,18 @@ def all_gather_nbytes(nbytes: int, size: int) -> int:
         3000
     """
     return (size - 1) * nbytes
+
+
+def reduce_scatter_nbytes(nbytes: int, size: int, *, by_gloo: bool) -> int:
+    """Return (N − 1)/N · P: in a ring reduce-scatter, a rank sends all but one of the N parts, once.
+
+    PyTorch has no such algorithm for gloo: it makes an all-reduce, and each rank keeps its part. That is twice as much.
+
+    Example:
+        >>> reduce_scatter_nbytes(1000, size=4, by_gloo=False), reduce_scatter_nbytes(1000, size=4, by_gloo=True)
+        (750, 1500)
+    """
+    return all_reduce_nbytes(nbytes, size) if by_gloo else (size - 1) * nbytes // size
 
 
 def shares_of(nbytes: int, parts: Sequence[int]) -> list[int]:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from narrowband import kernels
 from narrowband.averaging.core import is_in_backward
 from narrowband.codecs.base import squared_norms
-from narrowband.collectives import Peers, all_gather_nbytes, collective
+from narrowband.collectives import Peers, all_gather_nbytes, collective, is_gloo, reduce_scatter_nbytes
 from narrowband.collectives.primitives import all_gather, all_gather_in_pairs, all_to_all, reduce_scatter_single
 from narrowband.errors import UnsupportedError
 from narrowband.sharding.message import Message
@@ -114,7 +114,8 @@ class GradientExchange(_Exchange):
     ) -> dist.Work | None:
         """``output_tensor`` ← the sum or mean over ranks of this rank's part of their ``input_tensor``."""
         size, numel = group.size(), output_tensor.numel()
-        raw = (size - 1) * numel * output_tensor.element_size()
+        by_gloo = is_gloo(group, input_tensor.device)
+        raw = reduce_scatter_nbytes(input_tensor.nbytes, size, by_gloo=by_gloo)
         layout = self.layout.trained()
         if self._codec is None or layout.numel != numel or layout.world_size != size:
             # Sizes differ if some parameters got no gradient: then the others lie elsewhere than the layout says.

@@ -51,7 +51,8 @@ class ShardStats(StepRecord):
 
     Attributes:
         steps: number of steps.
-        raw_bytes: bytes that this rank would have sent uncompressed.
+        raw_bytes: bytes that this rank would have sent uncompressed. Over gloo gradients count twice in it, since
+            PyTorch's reduce-scatter is an all-reduce there.
         sent_bytes: bytes that it sent, without network headers.
         raw_gradient_bytes: the part of ``raw_bytes`` that is gradients.
         sent_gradient_bytes: the part of ``sent_bytes`` that is gradients.
