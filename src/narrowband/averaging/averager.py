@@ -15,7 +15,7 @@ from narrowband.averaging.agreement import checked_on_all
 from narrowband.averaging.flat import groups_of
 from narrowband.averaging.gradient_group import GradientGroup, has_sparse_gradient, says_something
 from narrowband.averaging.handle import Handle
-from narrowband.averaging.listening import STEPS_WITHOUT_AVERAGE, Listener, ignore, listen
+from narrowband.averaging.listening import STEPS_WITHOUT_AVERAGE, Listener, ignore, listen, living
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
 from narrowband.averaging.replicas import check_once, check_outside_ddp, check_replica, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
@@ -130,7 +130,7 @@ class Averager(Handle):
             scaled = grad_scaler is not None and grad_scaler.is_enabled()
             self._waiting = Waiting(self, named, old="assigned", scaled=scaled, instead=instead)
             self._forgotten = _Forgotten(self, self._waiting)
-            _averagers.add(self)
+            _averagers[self] = None
             for listener in (self._forgotten, self._waiting):  # the first needs to know what the second then forgets
                 listen(listener)
             if isinstance(tensors, nn.Module) and any(hasattr(p, "device_mesh") for _, p in named):
@@ -224,7 +224,7 @@ class _Forgotten(Listener):
             self._steps[optimizer] = 0  # zeros, or gradients of the step before: nothing new was left out
             return
         ignore(self)
-        others = [each for each in tuple(_averagers) if each is not averager and not each.removed]
+        others = [each for each in living(_averagers) if each is not averager and not each.removed]
         if any(p in each.layers.parameters.by_tensor for each in others for p in self._waiting.of(optimizer)):
             return  # the other one may average for both
         averager.layers.warn_once(
@@ -235,7 +235,7 @@ class _Forgotten(Listener):
 
 
 #: All that there are.
-_averagers: weakref.WeakSet[Averager] = weakref.WeakSet()
+_averagers: weakref.WeakKeyDictionary[Averager, None] = weakref.WeakKeyDictionary()
 
 
 def _named(tensors: object) -> list[tuple[str, Tensor]]:

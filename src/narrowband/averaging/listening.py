@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-__all__ = ["STEPS_WITHOUT_AVERAGE", "Listener", "ignore", "listen", "only_makes_state"]
+__all__ = ["STEPS_WITHOUT_AVERAGE", "Listener", "ignore", "listen", "living", "only_makes_state"]
+
+T = TypeVar("T")
 
 #: The step of an optimizer in a row with gradients that were not averaged at which users are told. A single one may be
 #: the user's own warm-up; three in a row are a training loop.
@@ -41,7 +43,21 @@ class Listener:
         """Note that an optimizer has stepped."""
 
 
-#: Who is told, in the order in which they came. Garbage collection may remove some at any time, also in a loop.
+def living(keys: weakref.WeakKeyDictionary[T, Any]) -> list[T]:
+    """Return the keys of a dictionary that other threads may change meanwhile, in the order in which they came.
+
+    A loop over the dictionary itself is Python code, during which another thread may add a key, and then it fails. The
+    references are copied in one operation.
+
+    Example:
+        >>> handles = weakref.WeakKeyDictionary({(key := Listener()): None})
+        >>> living(handles) == [key]
+        True
+    """
+    return [key for reference in keys.keyrefs() if (key := reference()) is not None]
+
+
+#: Who is told, in the order in which they came.
 _listeners: weakref.WeakKeyDictionary[Listener, None] = weakref.WeakKeyDictionary()
 
 
@@ -60,14 +76,14 @@ def ignore(listener: Listener) -> None:
 def _register() -> None:
     @unseen
     def before_step(optimizer: Optimizer, _: Any, options: dict[str, Any]) -> None:
-        if listeners := tuple(_listeners):
+        if listeners := living(_listeners):
             trains = not only_makes_state(optimizer, options)
             for each in listeners:
                 each.before_step(optimizer, trains=trains)
 
     @unseen
     def after_step(optimizer: Optimizer, *_: Any) -> None:
-        for each in tuple(_listeners):
+        for each in living(_listeners):
             each.after_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowband.averaging.listening import living
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
@@ -150,7 +152,7 @@ def shares_with(module: nn.Module) -> bool:
         >>> shares_with(nn.Linear(2, 2))
         False
     """
-    return any(_overlap(module, each) for each in list(_handles))
+    return any(_overlap(module, each) for each in living(_handles))
 
 
 def handles_of(module: nn.Module) -> Iterator[tuple[str, frozenset[int]]]:
@@ -161,10 +163,10 @@ def handles_of(module: nn.Module) -> Iterator[tuple[str, frozenset[int]]]:
         >>> list(handles_of(nn.Linear(2, 2)))
         []
     """
-    for call, reference, ranks in list(_ranks.values()):
-        other = reference()
-        if other is not None and _overlap(module, other):
-            yield call, ranks
+    for handle in living(_ranks):
+        found = _ranks.get(handle)  # None if it was forgotten meanwhile
+        if found is not None and (other := found[1]()) is not None and _overlap(module, other):
+            yield found[0], found[2]
 
 
 def _overlap(module: nn.Module, other: nn.Module) -> bool:
