@@ -19,6 +19,7 @@ from tests.gradients.training import (
     heard,
     loss_of,
     mlp,
+    refusal,
     residuals,
     same,
     sgd,
@@ -271,6 +272,29 @@ def test_compression_may_begin_in_the_middle_of_a_run(options, before):
         assert same(later[1], anew[1])
         assert later[2] == pytest.approx(anew[2], rel=0.02)  # messages have other buckets, and a few bytes of their own
         assert later[3] == anew[3] == 4
+
+
+def in_the_middle_of_backward(rank, world_size):
+    """What a call inside backward says; and how far the gradients of that pass are from those of plain DDP."""
+    model, plain, said = wrap(mlp(), cap=TINY), wrap(mlp(), cap=TINY), []
+    train(model, rank, range(2))
+    train(plain, rank, range(2))
+    model.module[3].weight.register_post_accumulate_grad_hook(
+        lambda _: said.append(refusal(lambda: compress(model, "none")))
+    )
+    for each in (model, plain):
+        each.zero_grad()
+        loss_of(each, 2, rank).backward()
+    apart = [(p.grad - q.grad).abs().max().item() for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    return said, max(apart)
+
+
+def test_compression_may_not_begin_inside_backward():
+    """PyTorch would end with an internal error, since buckets on their way have none of the hook's results."""
+    for ((kind, text),), apart in run_ranks(in_the_middle_of_backward, 2):
+        assert kind == "RuntimeError"
+        assert "compress_gradients was called inside backward" in text
+        assert apart == 0
 
 
 @pytest.mark.parametrize("feature", [*HARDEST, *thorough(*(name for name in FEATURES if name not in HARDEST))])

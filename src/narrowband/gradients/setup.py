@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowband.averaging.agreement import checked_on_all
+from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.parameters import norms_of
 from narrowband.averaging.plans import plan_of_sharded, plan_of_shards
 from narrowband.averaging.replicas import check_once, check_parts, check_replica, groups_of_replica
@@ -114,6 +115,7 @@ def compress_gradients(
         TypeError: no module, or one that averages by itself; the message says what to do instead.
         ValueError: a spec, a number or a collective that does not exist; an optimizer of another model; momentum in
             both the optimizer and the spec, or in none; or ranks that disagree.
+        RuntimeError: called inside backward.
         UnsupportedError: the model already has a hook, or a handle of ``compress_updates`` with the same ranks, or
             works in a way that a hook cannot follow; a process group with ranks of the same replica; or a spec that is
             not for gradients (``aq-sgd``).
@@ -126,6 +128,11 @@ def compress_gradients(
     """
 
     def prepared() -> Settings:
+        if is_in_backward():  # some buckets are on their way, and PyTorch would look for a hook's results in them
+            raise RuntimeError(
+                "compress_gradients was called inside backward, which has begun to average uncompressed; call it "
+                "between two steps"
+            )
         if averages := what_it_is(model):
             raise TypeError(
                 "compress_gradients takes a model in DistributedDataParallel, or one that averages nothing by itself, "
