@@ -14,12 +14,11 @@ from tests.activations.models import MODELS, SMALL, same, step
 from tests.thorough import thorough
 
 GRANULARITIES = ["group", "layer", SMALL]
+USUAL = [("mlp", 8), ("vit", 4), ("resnet", 8)]
+OTHERS = [(name, bits) for name in MODELS for bits in (8, 4, 2) if (name, bits) not in USUAL]
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [("mlp", 8), ("vit", 4), ("resnet", 8), *thorough(*((name, bits) for name in MODELS for bits in (8, 4, 2)))],
-)
+@pytest.mark.parametrize(("name", "bits"), [*USUAL, *thorough(*OTHERS)])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_gradients_are_those_of_the_fast_loops_to_the_bit(name, bits, granularity, monkeypatch):
     options = {"bits": bits, "granularity": granularity}

@@ -171,6 +171,7 @@ def test_a_budget_for_a_model_whose_modules_keep_nothing_is_refused(narrow, tmp_
     ("words", "message"),
     [
         (("deit-huge",), "unknown model 'deit-huge'"),
+        (("gpt-2",), "unknown model 'gpt-2' (did you mean 'gpt2'?)"),
         (("{}", "--batch", "0"), "batch=0"),
         (("{}", "--budget", "8 apples"), "is not an amount of memory"),
         (("{}", "--budget", "0GB"), "is not an amount of memory"),

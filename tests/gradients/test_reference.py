@@ -54,6 +54,8 @@ def test_a_model_trains_as_with_the_fast_loops(specs, updates):
     for found in run_ranks(by_both, 2, specs, updates):
         for spec, (fast, reference) in found.items():
             if spec in CLOSE:
-                torch.testing.assert_close(reference, fast, rtol=1e-4, atol=1e-5, msg=spec)
+                torch.testing.assert_close(
+                    reference, fast, rtol=1e-4, atol=1e-5, msg=lambda text, spec=spec: f"{spec}: {text}"
+                )
             else:
                 assert torch.equal(reference, fast), spec
