@@ -157,15 +157,20 @@ def gradients(tmp_path):
     return tmp_path / "gradients.pt"
 
 
-POLICIES = ["lgreco", "constant", "kmeans", "accordion", "lgreco+accordion", "global-topk", "threshold"]
+REFERENCE = ("--reference", "qsgd:bits=4")
+ACCORDION = ("--low", "qsgd:bits=6", "--high", "qsgd:bits=3", "--before", "gradients.pt")
+POLICIES = {
+    "lgreco": REFERENCE, "constant": REFERENCE, "kmeans": REFERENCE, "accordion": ACCORDION,
+    "lgreco+accordion": ACCORDION, "global-topk": ("--density", "0.02"), "threshold": ("--value", "0.1"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_adapt_writes_plans_that_training_can_follow(narrow, gradients, tmp_path, policy):
+def test_adapt_writes_plans_that_training_can_follow(narrow, gradients, tmp_path, monkeypatch, policy):
     path = tmp_path / "plan.json"
-    words = ["--policy", policy, "--reference", "qsgd:bits=4", "--low", "qsgd:bits=6", "--high", "qsgd:bits=3"]
-    words += ["--ranks", "8"]
-    code, out, err = narrow("adapt", str(gradients), *words, "--before", str(gradients), "--output", str(path))
+    monkeypatch.chdir(tmp_path)
+    words = ("--policy", policy, "--ranks", "8", *POLICIES[policy], "--output", str(path))
+    code, out, err = narrow("adapt", str(gradients), *words)
     assert (code, err) == (0, "")
     plan = narrowband.Plan.load(path)
     assert [layer.name for layer in plan.layers] == [f"{i}.weight" for i in range(4)]
@@ -180,7 +185,7 @@ def test_adapt_writes_plans_that_training_can_follow(narrow, gradients, tmp_path
 @pytest.mark.parametrize("policy", ["lgreco", "threshold"])
 def test_adapt_writes_what_its_table_shows(narrow, gradients, tmp_path, policy):
     plan, told = tmp_path / "plan.json", tmp_path / "rows.json"
-    words = ["--policy", policy, "--reference", "qsgd:bits=4", "--ranks", "8", "--output", str(plan)]
+    words = ["--policy", policy, *POLICIES[policy], "--ranks", "8", "--output", str(plan)]
     code, out, err = narrow("adapt", str(gradients), *words, "--json", str(told))
     assert (code, err) == (0, "")
     said = "".join(out.split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 __all__ = ["Adapt", "rows_of"]
 
 Name = Literal["lgreco", "constant", "kmeans", "accordion", "lgreco+accordion", "global-topk", "threshold"]
+
+#: Options of some policies → these.
+_FOR: dict[str, tuple[Name, ...]] = {
+    "reference": ("lgreco", "constant", "kmeans"),
+    "choices": ("lgreco", "kmeans", "lgreco+accordion"),
+    **dict.fromkeys(("alpha", "metric", "discretization"), ("lgreco", "lgreco+accordion")),
+    **dict.fromkeys(("low", "high", "eta", "before"), ("accordion", "lgreco+accordion")),
+    "clusters": ("kmeans",),
+    "density": ("global-topk",),
+    "value": ("threshold",),
+}
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,7 @@ class Adapt:
         from narrowband.report.plots import check_picture, plan_profile
         from narrowband.report.tables import RELATIVE_ERROR, plan_table
 
+        self._check_options()
         check_output(self.output, self.plot, self.json, reads=(self.gradients, self.before))
         check_picture(self.plot)
         if self.min_numel < 1:
@@ -119,6 +131,20 @@ class Adapt:
             plan_profile(plan, self.plot)
             console.print(f"drawn: {self.plot}", style="dim", markup=False, highlight=False)
         return DONE
+
+    def _check_options(self) -> None:
+        """Refuse options that say nothing to the policy.
+
+        Raises:
+            ValueError: one was given.
+        """
+        for each in fields(self):
+            policies = _FOR.get(each.name, (self.policy,))
+            if self.policy not in policies and getattr(self, each.name) != each.default:
+                raise ValueError(
+                    f"--{each.name} says nothing to --policy {self.policy}: it is for {' and '.join(policies)}. Leave "
+                    "it out, or choose such a policy"
+                )
 
     def _write(self, plan: Plan, rows: list[dict[str, Any]], whole: dict[str, Any]) -> None:
         from narrowband.report.record import provenance, write_json

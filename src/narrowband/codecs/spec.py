@@ -93,6 +93,8 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
         key = key.strip()
         if key not in keys:
             write = "" if equals or not keys else f", and a value stands behind its key: {name}:{next(iter(keys))}=…"
+            if ":" in key or (values and not equals):  # as on a command line that takes several
+                write = "; give several specs one by one, with no comma between them"
             raise ValueError(
                 f"{name} has no key {key!r} (in {text!r}){_nearest(key, keys)}; it has: {_keys(kind)}{write}"
             )
