@@ -143,6 +143,8 @@ def test_numbers_of_other_types_become_what_the_string_says(codec, canonical):
         ("topk:density", ["'density'", "needs a value"]),
         ("topk:density=", ["'density'", "needs a value"]),
         ("topk:=0.1", ["no key ''"]),
+        ("none,fp16", ["unknown codec 'none,fp16' (give several specs one by one, with no comma between them)"]),
+        ("topk:density=0.1,none", ["no key 'none'", "; give several specs one by one, with no comma between them"]),
         ("qsgd:4", ["no key '4'", "a value stands behind its key: qsgd:bits=…"]),
         ("fp16:4", ["no key '4'", "it has: no keys"]),
         ("topk:density=0.1,density=0.2", ["'density' is given twice"]),

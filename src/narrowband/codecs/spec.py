@@ -27,6 +27,8 @@ KEY_TYPES = (int, float, bool, str)
 #: What people call formats of numbers, and what has as many bits.
 _FORMATS = {"fp32": "none", "float32": "none", "int8": "uniform:bits=8", "fp8": "uniform:bits=8", "int4": "qsgd:bits=4"}
 
+_ONE_BY_ONE = "give several specs one by one, with no comma between them"
+
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -94,7 +96,7 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
         if key not in keys:
             write = "" if equals or not keys else f", and a value stands behind its key: {name}:{next(iter(keys))}=…"
             if ":" in key or (values and not equals):  # as on a command line that takes several
-                write = "; give several specs one by one, with no comma between them"
+                write = f"; {_ONE_BY_ONE}"
             raise ValueError(
                 f"{name} has no key {key!r} (in {text!r}){_nearest(key, keys)}; it has: {_keys(kind)}{write}"
             )
@@ -136,7 +138,11 @@ def _keys(kind: type) -> str:
 
 
 def _meant(name: str, kinds: Mapping[str, type]) -> str:
-    """Return in words what was meant by a name that does not exist: a number format, or a term without its colon."""
+    """Return in words what was meant by a name that does not exist: several specs, a number format, or a term without
+    its colon.
+    """
+    if name.partition(",")[0].strip() in kinds:
+        return f" ({_ONE_BY_ONE})"
     term = re.fullmatch(r"([\w-]+)[ (=]+([^()]*)\)?", name)
     other = _FORMATS.get(name.lower(), "")
     if term is not None and term[1] in kinds:
