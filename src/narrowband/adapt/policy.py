@@ -12,7 +12,8 @@ import torch
 from narrowband import kernels
 from narrowband.adapt.plan import LayerPlan, Plan
 from narrowband.codecs import Threshold, TopK
-from narrowband.codecs.sparse import check_numel, density_of
+from narrowband.codecs.indices import check_numel
+from narrowband.codecs.sparse import density_of
 from narrowband.feedback import Compression, compression
 from narrowband.units import whole_number
 

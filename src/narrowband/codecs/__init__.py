@@ -13,8 +13,9 @@ from narrowband.codecs.quantized import QSGD, Sign, Uniform
 from narrowband.codecs.registry import Registry
 from narrowband.codecs.rotated import EDEN
 from narrowband.codecs.selecting import SelectingCodec
-from narrowband.codecs.sparse import RandomK, Threshold, TopK
+from narrowband.codecs.sparse import RandomK, TopK
 from narrowband.codecs.spec import check_plus, format_term, name_of, parse_term
+from narrowband.codecs.threshold import Threshold
 
 __all__ = [
     "ALIGNMENT",

@@ -19,19 +19,23 @@ from torch import Tensor
 from narrowband import kernels
 from narrowband.errors import PayloadError
 
-__all__ = [
-    "entries",
-    "index_nbytes",
-    "read_indices",
-    "read_runs",
-    "with_stops",
-    "without_stops",
-    "write_indices",
-    "write_runs",
-]
+__all__ = ["check_numel", "entries", "index_nbytes", "listed", "read_indices", "without_stops", "write_indices"]
 
+#: The most elements that signed 32-bit indices can address.
+_MAX_NUMEL = 2**31 - 1
 #: The most elements that an entry of 16 bits advances by: 65,535 zeros and the element itself.
 _LONGEST_RUN = 1 << 16
+
+
+def check_numel(numel: int) -> int:
+    """Return ``numel`` if 32 bits can index so many elements.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if numel > _MAX_NUMEL:
+        raise ValueError(f"sparse codecs index with 32 bits: {numel} elements are more than {_MAX_NUMEL}")
+    return numel
 
 
 def index_nbytes(k: int, n: int, indices: str) -> int:
@@ -46,8 +50,26 @@ def entries(k: int, n: int, indices: str) -> int:
     return k + n // _LONGEST_RUN if indices == "runs" else k
 
 
+def listed(at: Tensor, values: Tensor, k: int, n: int, indices: str) -> tuple[Tensor, Tensor]:
+    """Return what a payload of k elements stores of up to k: the indices, and a value for each of its :func:`entries`.
+
+    Sampled selection may find fewer than k. The last index, n − 1, then fills up, with value zero. Runs need no index
+    for values that fill up, but stops.
+    """
+    if indices == "runs":
+        at, values = _with_stops(at, values)
+        return at, torch.cat([values, values.new_zeros(entries(k, n, indices) - values.numel())])
+    lacking = k - at.numel()
+    if not lacking:
+        return at, values
+    return torch.cat([at, at.new_full((lacking,), n - 1)]), torch.cat([values, values.new_zeros(lacking)])
+
+
 def write_indices(at: Tensor, n: int, indices: str, out: Tensor) -> None:
-    """Write sorted int32 indices below n, in any format except runs; zeros fill the rest of ``out``."""
+    """Write sorted int32 indices below n, as :func:`listed` returns them; zeros fill the rest of ``out``."""
+    if indices == "runs":
+        _write_runs(at, out)
+        return
     used = index_nbytes(at.numel(), n, indices)
     if indices == "int32":
         out[:used].view(torch.int32).copy_(at)
@@ -56,7 +78,7 @@ def write_indices(at: Tensor, n: int, indices: str, out: Tensor) -> None:
     out[used:] = 0
 
 
-def with_stops(at: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _with_stops(at: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Insert elements of value zero wherever the run before an element would not fit into 16 bits."""
     gaps = torch.diff(at.long(), prepend=at.new_full((1,), -1))  # the zeros in between, plus one
     stops = (gaps - 1) // _LONGEST_RUN
@@ -72,12 +94,12 @@ def with_stops(at: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def without_stops(at: Tensor, values: Tensor, k: int, *, fewer: bool) -> tuple[Tensor, Tensor]:
-    """Undo :func:`with_stops`.
+    """Undo what :func:`listed` does for runs.
 
     An element of value zero that ends a run of the longest length looks like a stop, so the number of stops decides.
 
     Args:
-        at: the indices that :func:`read_runs` returned.
+        at: the indices that :func:`read_indices` returned.
         values: one per index.
         k: how many elements there were.
         fewer: whether there may have been fewer than k; then every element that looks like a stop counts as one.
@@ -89,7 +111,7 @@ def without_stops(at: Tensor, values: Tensor, k: int, *, fewer: bool) -> tuple[T
     return at[~stops], values[~stops]
 
 
-def write_runs(at: Tensor, out: Tensor) -> None:
+def _write_runs(at: Tensor, out: Tensor) -> None:
     """Write the number of zeros before each of these indices, none above 65,535; zeros fill the rest of ``out``."""
     number = at.numel()
     runs = torch.diff(at.long(), prepend=at.new_full((1,), -1)) - 1
@@ -98,8 +120,8 @@ def write_runs(at: Tensor, out: Tensor) -> None:
     out[4 : 4 + 2 * number].view(torch.uint16).copy_(runs.to(torch.uint16))
 
 
-def read_runs(payload: Tensor, n: int) -> Tensor:
-    """Return the indices (int32) that :func:`write_runs` wrote.
+def _read_runs(payload: Tensor, n: int) -> Tensor:
+    """Return the indices (int32) that :func:`_write_runs` wrote.
 
     Raises:
         PayloadError: there are more runs than the payload has room for, or they lead out of a tensor of n elements.
@@ -115,14 +137,16 @@ def read_runs(payload: Tensor, n: int) -> Tensor:
 
 
 def read_indices(payload: Tensor, k: int, n: int, indices: str) -> Tensor:
-    """Return the k indices (int32) below n that :func:`write_indices` wrote.
+    """Return the indices (int32) below n that :func:`write_indices` wrote: k, or the number of runs.
 
     Raises:
-        PayloadError: the indices are not sorted, or not below n.
+        PayloadError: the indices are not sorted, or not below n; or there are more runs than the payload has room for.
     """
-    used = index_nbytes(k, n, indices)
-    if indices == "int32":
-        at = payload[:used].view(torch.int32)
-        kernels.check_indices(at, n)
-        return at
-    return kernels.elias_fano_decode(payload[:used], k, n)
+    stored = payload[: index_nbytes(k, n, indices)]
+    if indices == "elias-fano":
+        return kernels.elias_fano_decode(stored, k, n)
+    if indices == "runs":
+        return _read_runs(stored, n)
+    at = stored.view(torch.int32)
+    kernels.check_indices(at, n)
+    return at

@@ -1,6 +1,7 @@
-"""Codecs that send a few elements of a tensor: top-k, threshold, random-k.
+"""Codecs that send a given share of a tensor's elements: top-k and random-k.
 
-A payload holds the kept values, then their indices (see :mod:`~narrowband.codecs.indices`).
+A payload of top-k holds the kept values, then their indices: see :mod:`~narrowband.codecs.values` and
+:mod:`~narrowband.codecs.indices`.
 """
 
 from __future__ import annotations
@@ -14,40 +15,37 @@ import torch
 from torch import Tensor
 
 from narrowband import kernels
-from narrowband.codecs.base import Codec, Shape, aligned, dims, flattened, is_plain, numel_of
+from narrowband.codecs.base import Codec, Shape, aligned, dims, is_plain, numel_of
 from narrowband.codecs.indices import (
+    check_numel,
     entries,
     index_nbytes,
+    listed,
     read_indices,
-    read_runs,
-    with_stops,
     without_stops,
     write_indices,
-    write_runs,
 )
-from narrowband.codecs.quantized import Uniform
 from narrowband.codecs.selecting import SelectingCodec
 from narrowband.codecs.spec import check_keys
 from narrowband.codecs.tiles import regions, select_in_tiles, tile_of
+from narrowband.codecs.values import (
+    SEVERAL,
+    WITHOUT_ZERO,
+    arriving_values,
+    read_all_values,
+    read_values,
+    round_all_values,
+    values_are_finite,
+    values_nbytes,
+    write_all_values,
+    write_values,
+)
 from narrowband.errors import PayloadError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["RandomK", "Threshold", "TopK", "check_numel"]
-
-#: The most elements that signed 32-bit indices can address.
-MAX_NUMEL = 2**31 - 1
-
-#: How values are encoded in 8 bits: the largest magnitude of every 256 kept values sets their step.
-_INT8 = Uniform(bits=8, group=256, symmetric=True)
-#: How values are encoded in fewer bits: bits per value, and how many values share their levels.
-_LEVEL_BITS = {"int4": 4, "int2": 2}
-_LEVEL_GROUP = 256
-_FP16_MAX = 65504.0
-#: Formats of values that launches for several tensors write and read.
-_SEVERAL = ("fp32", "fp16", "int8")
-_FP32_TINY, _FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+__all__ = ["RandomK", "TopK", "scatter"]
 
 
 def kept(density: float, numel: int) -> int:
@@ -72,18 +70,8 @@ def _check_density(name: str, density: float) -> None:
         raise ValueError(f"{name}: density={density} is not in (0, 1]; 0.01 keeps one element in a hundred")
 
 
-def check_numel(numel: int) -> int:
-    """Return ``numel`` if 32 bits can index so many elements.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if numel > MAX_NUMEL:
-        raise ValueError(f"sparse codecs index with 32 bits: {numel} elements are more than {MAX_NUMEL}")
-    return numel
-
-
-def _scatter(out: Tensor, at: Tensor, values: Tensor, weight: float, accumulate: bool) -> None:
+def scatter(out: Tensor, at: Tensor, values: Tensor, weight: float, accumulate: bool) -> None:
+    """Decode a few elements into ``out``, see :meth:`~narrowband.codecs.Codec.decode`."""
     if not accumulate:
         out.zero_()
     kernels.sparse_accumulate(out, at, values, weight)
@@ -143,7 +131,7 @@ class TopK(SelectingCodec):
                     f"topk: tile={self.tile} selects exactly, in each tile, and cannot be combined with scope or "
                     "select; leave them out"
                 )
-        if self.values in _LEVEL_BITS and (self.sampled or self.indices == "runs"):
+        if self.values in WITHOUT_ZERO and (self.sampled or self.indices == "runs"):
             raise ValueError(
                 f"topk: values={self.values} cannot represent zero, which select=sampled and indices=runs may have to "
                 "send; leave these two out, or use values=int8"
@@ -151,7 +139,7 @@ class TopK(SelectingCodec):
 
     @property
     def takes_any(self) -> bool:
-        return self.tile == "none" and self.values not in _LEVEL_BITS
+        return self.tile == "none" and self.values not in WITHOUT_ZERO
 
     def rows(self, shape: Shape) -> int:
         if self.scope == "tensor" or isinstance(shape, int) or len(shape) < 2:
@@ -184,11 +172,7 @@ class TopK(SelectingCodec):
         return "density", shares
 
     def values_nbytes(self, k: int) -> int:
-        if self.values == "int8":
-            return _INT8.payload_nbytes(k)
-        if self.values in _LEVEL_BITS:
-            return aligned(kernels.levels_nbytes(k, _LEVEL_BITS[self.values], _LEVEL_GROUP))
-        return aligned(k * (2 if self.values == "fp16" else 4))
+        return values_nbytes(k, self.values)
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         k, n = self.kept(shape), check_numel(numel_of(shape))
@@ -238,7 +222,7 @@ class TopK(SelectingCodec):
         at, values = without_stops(at, values, k, fewer=self.sampled)
         if at.numel() > k:
             raise PayloadError(f"damaged payload: it names {at.numel()} elements, but {self} keeps {k}")
-        return _padded(at, values, k, n)
+        return listed(at, values, k, n, "elias-fano")
 
     def elements_all(self, payloads: Sequence[Tensor], shapes: Sequence[Shape]) -> list[tuple[Tensor, Tensor]]:
         if self.values != "fp32" or self.indices != "elias-fano":
@@ -263,7 +247,7 @@ class TopK(SelectingCodec):
         if places.numel() > 1:  # sampled selection repeats the last place, whose value is sent once
             values[1:].masked_fill_(places[1:] == places[:-1], 0.0)
         out = torch.empty(self.values_nbytes(places.numel()), dtype=torch.uint8, device=x.device)
-        self._write_values(values, out)
+        write_values(values, self.values, out)
         return out
 
     def decode_at(self, payload: Tensor, places: Tensor, out: Tensor) -> Tensor:
@@ -275,7 +259,7 @@ class TopK(SelectingCodec):
             )
         direct = is_plain(out)
         flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-        _scatter(flat, places, self._read_values(payload, places.numel()), 1.0, accumulate=False)
+        scatter(flat, places, read_values(payload, places.numel(), self.values), 1.0, accumulate=False)
         if not direct:
             out.detach().copy_(flat.view(out.shape))
         return out
@@ -317,7 +301,7 @@ class TopK(SelectingCodec):
     @property
     def encodes_several(self) -> bool:
         whole = self.scope == "tensor" and self.tile == "none" and not self.sampled
-        return whole and self.values in _SEVERAL and self.indices == "elias-fano"
+        return whole and self.values in SEVERAL and self.indices == "elias-fano"
 
     def encode_all(
         self,
@@ -336,7 +320,7 @@ class TopK(SelectingCodec):
         heads, tails = self.cut_all(outs, ks)
         finite, at, values = kernels.compensate_select_topk_all(xs, ks, tails, residuals=residuals, decay=decay)
         if not residuals:
-            return self._write_all_values(values, heads) and finite
+            return write_all_values(values, self.values, heads) and finite
         fits, left = self.round_all(values, heads)
         kernels.sparse_accumulate_all(residuals, at, left)
         return finite and fits
@@ -358,85 +342,34 @@ class TopK(SelectingCodec):
             (whether the values that arrive are finite, or True while :class:`~narrowband.kernels.Findings` note that on
             the device; what rounding has taken from each value).
         """
-        if self.values == "fp16":
-            wide, ks = torch.cat(list(values)), [own.numel() for own in values]
-            wide -= self._write_all_halves(wide, heads, ks)
-            return True, list(torch.split(wide, ks))  # finite values arrive finite
-        left = _minus_zeros([own.numel() for own in values], values[0].device)  # −0 + x is x, whatever x is
-        return _INT8.encode_all(values, heads, seeds=[0] * len(values), residuals=left), left
+        return round_all_values(values, self.values, heads)
 
     def write_all(self, values: Sequence[Tensor], heads: Sequence[Tensor]) -> tuple[bool, list[Tensor]]:
         """Do as :meth:`round_all`, but return the values as they arrive instead of what rounding has taken."""
-        ks = [own.numel() for own in values]
-        if self.values == "fp16":
-            return True, list(torch.split(self._write_all_halves(torch.cat(list(values)), heads, ks), ks))
-        fits, _ = self.round_all(values, heads)
-        cuts = list(itertools.accumulate((own.numel() for own in heads), initial=0))
-        places = [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
-        arriving = [torch.empty_like(own) for own in values]
-        _INT8.decode_means(torch.cat(list(heads))[None], places, arriving, shapes=ks, seeds=[[0]] * len(ks))
-        return fits, arriving
-
-    def _write_all_values(self, values: Sequence[Tensor], heads: Sequence[Tensor]) -> bool:
-        """Write values as :meth:`round_all`; return whether they are finite."""
-        if self.values == "int8":
-            return _INT8.encode_all(values, heads, seeds=[0] * len(values))
-        self._write_all_halves(torch.cat(list(values)), heads, [own.numel() for own in values])
-        return True
+        return arriving_values(values, self.values, heads)
 
     def _write(self, at: Tensor, values: Tensor, shape: Shape, out: Tensor) -> None:
         """Write the payload of these elements into ``out``."""
-        (k, cut), n = _layout(self, dims(shape)), numel_of(shape)
-        if self.indices == "runs":
-            at, values = with_stops(at, values)
-            write_runs(at, out[cut:])
-            values = torch.cat([values, values.new_zeros(entries(k, n, self.indices) - values.numel())])
-        else:
-            at, values = _padded(at, values, k, n)
-            write_indices(at, n, self.indices, out[cut:])
-        self._write_values(values, out[:cut])
+        (k, _, cut), n = _layout(self, dims(shape)), numel_of(shape)
+        at, values = listed(at, values, k, n, self.indices)
+        write_indices(at, n, self.indices, out[cut:])
+        write_values(values, self.values, out[:cut])
 
-    def _write_values(self, values: Tensor, head: Tensor) -> None:
-        if self.values == "fp32":
-            head.view(torch.float32).copy_(values)
-        elif self.values == "int8":
-            _INT8.encode(values, out=head)
-        elif self.values in _LEVEL_BITS:
-            kernels.levels_encode(values, head, bits=_LEVEL_BITS[self.values], group=_LEVEL_GROUP)
-        else:
-            self._write_all_halves(values, [head], [values.numel()])
-
-    def _write_all_halves(self, values: Tensor, heads: Sequence[Tensor], ks: Sequence[int]) -> Tensor:
-        """Write values in 16 bits, k after k into one head after the other; return them as they arrive."""
-        # Saturate: error feedback sends the rest later. Inf and NaN stay as they are.
-        half = torch.where(values.isfinite(), values.clamp(-_FP16_MAX, _FP16_MAX), values).half()
-        places = [own.view(torch.float16)[:k] for own, k in zip(heads, ks, strict=True)]
-        torch._foreach_copy_(places, list(torch.split(half, list(ks))))
-        behind = [own[2 * k :] for own, k in zip(heads, ks, strict=True) if own.numel() > 2 * k]
-        if behind:
-            torch._foreach_zero_(behind)
-        return half.float()
-
-    def _read_values(self, head: Tensor, k: int) -> Tensor:
-        if self.values == "int8":
-            return _INT8.decode(head, torch.empty(k, dtype=torch.float32, device=head.device))
-        if self.values in _LEVEL_BITS:
-            return kernels.levels_decode(head, k, bits=_LEVEL_BITS[self.values], group=_LEVEL_GROUP)
-        if self.values == "fp16":
-            return head.view(torch.float16)[:k].float()
-        return head.view(torch.float32)
+    def _read(self, payload: Tensor, shape: Shape, n: int) -> tuple[Tensor, Tensor]:
+        """Return the indices and the values that a payload holds."""
+        k, number, cut = _layout(self, dims(shape))
+        at = read_indices(payload[cut:], k, n, self.indices)
+        values = read_values(payload[:cut], number, self.values)
+        return at, values[: at.numel()] if self.indices == "runs" else values
 
     def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
-        k, cut = _layout(self, dims(shape))
-        head, number = payload[:cut], entries(k, numel_of(shape), self.indices)
-        if self.values == "int8":
-            return _INT8.is_finite(head, number)
-        return kernels.all_finite(self._read_values(head, number))
+        _, number, cut = _layout(self, dims(shape))
+        return values_are_finite(payload[:cut], number, self.values)
 
     def _decode(
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
-        _scatter(out, *self._read(payload, shape, out.numel()), weight, accumulate)
+        scatter(out, *self._read(payload, shape, out.numel()), weight, accumulate)
 
     def _decode_mean(
         self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
@@ -451,7 +384,7 @@ class TopK(SelectingCodec):
 
     @property
     def decodes_several(self) -> bool:
-        return self.values in _SEVERAL and self.indices == "elias-fano" and self.mean == "ranks"
+        return self.values in SEVERAL and self.indices == "elias-fano" and self.mean == "ranks"
 
     def _decode_means(
         self,
@@ -463,202 +396,18 @@ class TopK(SelectingCodec):
     ) -> None:
         begins, ks, values = [place.start for place in places], [self.kept(shape) for shape in shapes], list[Tensor]()
         if self.values != "fp32":
-            values = self._read_all_values(payloads, begins, ks)
+            values = read_all_values(payloads, self.values, begins, ks)
             begins = [begin + self.values_nbytes(k) for begin, k in zip(begins, ks, strict=True)]
         weight = 1.0 / payloads.shape[0]
         kernels.sparse_sum_all(outs, payloads, begins, ks, weight, values=values, accumulate=accumulate)
 
-    def _read_all_values(self, payloads: Tensor, begins: Sequence[int], ks: Sequence[int]) -> list[Tensor]:
-        """Return the values of several tensors, from payloads that begin at these bytes of each rank's row.
-
-        Each is float32 of shape (ranks, k).
-        """
-        ranks, apart = payloads.shape[0], payloads.stride(0)
-        room = torch.empty(ranks, sum(map(aligned, ks)), dtype=torch.float32, device=payloads.device)
-        values = [own[:, :k] for own, k in zip(torch.split(room, [*map(aligned, ks)], 1), ks, strict=True)]
-        rows = [row for own in values for row in own.unbind()]
-        cuts = [
-            slice(rank * apart + begin, rank * apart + begin + self.values_nbytes(k))
-            for begin, k in zip(begins, ks, strict=True)
-            for rank in range(ranks)
-        ]
-        end = (ranks - 1) * apart + payloads.shape[1]
-        flat = payloads.as_strided((1, end), (aligned(end), 1))  # a rank's part of a tensor is then a tensor
-        if self.values == "int8":
-            numels = [row.numel() for row in rows]
-            _INT8.decode_means(flat, cuts, rows, shapes=numels, seeds=[[0]] * len(rows))
-        else:
-            halves = [flat[0, cut].view(torch.float16)[: row.numel()] for cut, row in zip(cuts, rows, strict=True)]
-            torch._foreach_copy_(rows, halves)
-        return values
-
-    def _read(self, payload: Tensor, shape: Shape, n: int) -> tuple[Tensor, Tensor]:
-        """Return the indices and the values that a payload holds."""
-        k, cut = _layout(self, dims(shape))
-        if self.indices == "runs":
-            at = read_runs(payload[cut : cut + index_nbytes(k, n, self.indices)], n)
-            return at, self._read_values(payload[:cut], entries(k, n, self.indices))[: at.numel()]
-        return read_indices(payload[cut:], k, n, self.indices), self._read_values(payload[:cut], k)
-
 
 @functools.lru_cache(maxsize=1 << 14)
-def _layout(codec: TopK, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return how many elements a payload keeps, and how many bytes their values take."""
+def _layout(codec: TopK, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return how many elements a payload keeps, how many values it has room for, and how many bytes these take."""
     k = codec.kept(shape)
-    return k, codec.values_nbytes(entries(k, numel_of(shape), codec.indices))
-
-
-def _padded(at: Tensor, values: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
-    """Fill up to k elements with the last index, n − 1, and value zero: sampled selection may find fewer than k."""
-    lacking = k - at.numel()
-    if not lacking:
-        return at, values
-    return torch.cat([at, at.new_full((lacking,), n - 1)]), torch.cat([values, values.new_zeros(lacking)])
-
-
-def _minus_zeros(numels: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return tensors of −0, flat float32; each begins at a multiple of 16 bytes."""
-    wholes = [aligned(numel) for numel in numels]
-    room = torch.full((sum(wholes),), -0.0, dtype=torch.float32, device=device)
-    return [own[:numel] for own, numel in zip(torch.split(room, wholes), numels, strict=True)]
-
-
-@dataclass(frozen=True)
-class Threshold(Codec):
-    """Every element of at least a given magnitude, in float32 (Sahu et al., arXiv 2108.00951). Use with ``+ef``.
-
-    How many there are depends on the data, so ``payload_nbytes`` is the capacity: the size of the longest payload.
-    Messages are as long as their payloads, so on a GPU the host has to wait for these sizes: once for each tensor that
-    it encodes, once for each message to learn the sizes of other ranks, and to decode, once for the numbers of elements
-    that ranks have sent of a tensor and once for each payload's indices. Use ``topk`` where that takes too long.
-
-    Args:
-        value: the smallest magnitude that is kept.
-
-    Example:
-        >>> nb.codec("threshold:value=1.0").roundtrip(torch.tensor([3.0, -1.0, 0.5, -4.0]), seed=0)
-        tensor([ 3., -1.,  0., -4.])
-    """
-
-    name: ClassVar[str] = "threshold"
-    fixed_size: ClassVar[bool] = False
-
-    value: float = field(metadata={"always": True})
-
-    def __post_init__(self) -> None:
-        check_keys(self)
-        if not _FP32_TINY <= self.value <= _FP32_MAX:
-            raise ValueError(f"threshold: value={self.value} is not a positive float32 ({_FP32_TINY:.3g} and up)")
-
-    @staticmethod
-    def _nbytes_kept(k: int, n: int) -> int:
-        return 4 + 4 * k + aligned(kernels.elias_fano_nbytes(k, n))
-
-    def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        n = check_numel(numel_of(shape))
-        # Keeping all elements takes the most values; keeping all but one saves a value, but costs one more low bit per
-        # index.
-        return max(self._nbytes_kept(n, n), self._nbytes_kept(n - 1, n))
-
-    def encode(self, x: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
-        """Return the payload of ``x``, as long as its data needs. ``out`` must hold the capacity; the payload is then a
-        prefix of ``out``.
-        """
-        self._check_dtype(x)
-        self._check_room(x.numel(), out)
-        flat = flattened(x)
-        at = kernels.select_threshold(flat, self.value)
-        return self._pack(at, flat[at], flat, out)
-
-    def _check_room(self, numel: int, out: Tensor | None) -> None:
-        """Raise TypeError or ValueError unless ``out`` can hold the longest payload."""
-        n = check_numel(numel)
-        if out is not None and (out.dtype != torch.uint8 or out.dim() != 1):
-            raise TypeError(f"out must be flat uint8, not {out.dtype} of shape {tuple(out.shape)}")
-        if out is not None and out.numel() < self.payload_nbytes(n):
-            raise ValueError(f"out has {out.numel()} bytes; {self} may need {self.payload_nbytes(n)} for {n} elements")
-
-    def encode_compensated(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        *,
-        shape: Shape,
-        seed: int = 0,
-        out: Tensor | None = None,
-        decay: float = 1.0,
-        subtract: bool = False,
-    ) -> tuple[bool, Tensor]:
-        self._check_room(x.numel(), out)
-        finite = kernels.compensate(x, residual, decay=decay)
-        at = kernels.select_threshold(residual, self.value)
-        values = residual[at]
-        payload = self._pack(at, values, residual, out)
-        if finite and subtract:
-            kernels.sparse_accumulate(residual, at, values, -1.0)
-        return finite, payload
-
-    def _pack(self, at: Tensor, values: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        """Return the payload of these elements of ``x``; it is a prefix of ``out`` if that is given."""
-        k, n = at.numel(), x.numel()
-        if not n:
-            return torch.empty(0, dtype=torch.uint8, device=x.device)
-        payload = torch.empty(self._nbytes_kept(k, n), dtype=torch.uint8, device=x.device)
-        payload[:4].view(torch.int32)[0] = k
-        payload[4 : 4 + 4 * k].view(torch.float32).copy_(values)
-        write_indices(at, n, "elias-fano", payload[4 + 4 * k :])
-        if out is None:
-            return payload
-        return out[: payload.numel()].copy_(payload)
-
-    @property
-    def keeps_elements(self) -> bool:
-        return True
-
-    def elements(self, payload: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        return self._read([self._checked(payload, shape, torch.float32)], numel_of(shape))[0]
-
-    def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
-        raise AssertionError("encode() is overridden as a whole")  # pragma: no cover
-
-    def _counts(self, payloads: Sequence[Tensor], n: int) -> list[int]:
-        """Return how many elements each payload holds, for which the host waits once.
-
-        Raises:
-            PayloadError: a payload has another size than that number says.
-        """
-        counts: list[int] = torch.stack([own[:4] for own in payloads]).view(torch.int32).view(-1).tolist()
-        for count, own in zip(counts, payloads, strict=True):
-            if not 0 <= count <= n or own.numel() != self._nbytes_kept(count, n):
-                raise PayloadError(f"a payload of {self} with {count} of {n} elements cannot have {own.numel()} bytes")
-        return counts
-
-    def _check_length(self, payload: Tensor, shape: Shape, dtype: torch.dtype) -> None:
-        """Refuse what no payload can be. Whether it has its own size is seen where its number of elements is read."""
-        n, size = numel_of(shape), payload.numel()
-        if size < self._nbytes_kept(0, n) if n else size:
-            raise PayloadError(f"a payload of {self} with {n} elements cannot have {size} bytes")
-
-    def _is_finite(self, payload: Tensor, shape: Shape) -> bool:
-        (count,) = self._counts([payload], numel_of(shape))
-        return kernels.all_finite(payload[4 : 4 + 4 * count].view(torch.float32))
-
-    def _decode(
-        self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
-    ) -> None:
-        _scatter(out, *self._read([payload], out.numel())[0], weight, accumulate)
-
-    def _decode_mean(
-        self, payloads: Sequence[Tensor] | Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seeds: Sequence[int]
-    ) -> None:
-        kernels.sparse_sum(out, self._read(list(payloads), out.numel()), 1.0 / len(seeds))
-
-    def _read(self, payloads: Sequence[Tensor], n: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the indices and the values that each payload holds."""
-        return [
-            (read_indices(own[4 + 4 * k :], k, n, "elias-fano"), own[4 : 4 + 4 * k].view(torch.float32))
-            for k, own in zip(self._counts(payloads, n), payloads, strict=True)
-        ]
+    number = entries(k, numel_of(shape), codec.indices)
+    return k, number, codec.values_nbytes(number)
 
 
 @dataclass(frozen=True)
@@ -705,4 +454,4 @@ class RandomK(Codec):
         self, payload: Tensor, out: Tensor, shape: Shape, dtype: torch.dtype, seed: int, weight: float, accumulate: bool
     ) -> None:
         at = self._places(out.numel(), seed, out.device)
-        _scatter(out, at, payload.view(torch.float32), weight, accumulate)
+        scatter(out, at, payload.view(torch.float32), weight, accumulate)
