@@ -15,14 +15,11 @@ residual is then a step of the parameters, which the optimizer's η·(v/η) appl
 the residual is applied at the rate of the step in which it is sent, and where the rate falls, most of it is lost. Error
 feedback is proven for steps (Karimireddy et al. 2019, arXiv 1901.09847, algorithm 1).
 
-The state is stored as two successive sums of velocities: y, and the y of the step before. u is their difference. A step
-then reads three arrays and writes two, and can be undone to the bit without a copy (:func:`narrowband.kernels.
-momentum_topk`). v is y. In Nesterov's variant v telescopes to y + m·(velocity of the plain variant), which the two sums
-also determine.
-
-With ``store=bf16`` or ``int8``, the sum y and the velocity u take 2 bytes or about 1 per element each between steps.
-They are rounded stochastically, so that sums hold in expectation, and are read into float32 while their tensor is
-encoded.
+The state is two successive sums of velocities: y, and the y of the step before. u is their difference. A step then
+reads three arrays and writes two, and can be undone to the bit without a copy
+(:func:`narrowband.kernels.momentum_topk`). v is y. In Nesterov's variant v telescopes to y + m·(velocity of the plain
+variant), which the two sums also determine. With ``store=bf16`` or ``int8`` they take fewer bits between steps
+(:mod:`narrowband.feedback.sums`), and are read into float32 while their tensor is encoded.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from narrowband.codecs import SelectingCodec, TopK, format_term
 from narrowband.codecs.base import dims, squared_norm_late
 from narrowband.codecs.spec import check_keys
 from narrowband.feedback.base import Feedback, Norms, check_saved
-from narrowband.feedback.kept import Kept, keep_all, read_all
+from narrowband.feedback.sums import RoundedSums, Sums
 from narrowband.feedback.velocities import Velocities, wide
 
 if TYPE_CHECKING:
@@ -54,12 +51,8 @@ __all__ = ["DGC"]
 #: Density of the first stretch of warm-up, and the ratio of densities from one stretch to the next (section 3.3).
 WARM_UP = 0.25
 
-#: Prefixes of names in a state: two sums; or, with ``store=bf16`` or ``int8``, the sum "now" and the velocity; and
-#: velocities of uncompressed parameters.
+#: Prefixes of names in a state: the parts of sums, and velocities of uncompressed parameters.
 _ROOMS = ("now", "before", "velocity", "uncompressed")
-
-#: XORed with the seed, so that rounding the sum, rounding the velocity and encoding draw different random numbers.
-_OF_SUMS, _OF_VELOCITIES = 0x6C078965, 0x5D588B65
 
 _FP16_MAX = torch.finfo(torch.float16).max
 
@@ -67,22 +60,15 @@ _FP16_MAX = torch.finfo(torch.float16).max
 _UNCOMPRESSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def _subtract_from(minuends: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """``x = minuend − x`` for several tensors, without memory for another copy of them."""
-    torch._foreach_neg_(list(xs))
-    torch._foreach_add_(list(xs), list(minuends))
-
-
 @dataclass(eq=False)
 class _Sent:
     """What a step in progress has done to one tensor, to be committed or undone."""
 
-    undo: Callable[[], None] | None  # None: the gradient's memory holds the former state
-    commit: Callable[[Tensor | None], None] | None  # takes the indices delivered (None: all); None once it was called
     at: Tensor | None = None  # indices of the elements sent; None: all
     rate: float = 1.0  # residual / sent values: the learning rate with ``accumulate=steps``
-    #: Sums that the commit has changed, each with what it held before. They are restored in this order, since the
-    #: memory of one may hold what belongs into the next.
+    commit: Callable[[Tensor | None], None] | None = None  # takes the indices delivered (None: all); None: committed
+    #: The sums that the step has changed so far, each with what it held before. They are restored in this order, since
+    #: the memory of one may hold what belongs into the next.
     former: Sequence[tuple[Tensor, Tensor]] = ()
     #: The older sum as it was at the elements sent, once the commit has set it to zero there: (sum, values).
     forgotten: tuple[Tensor, Tensor] | None = None
@@ -142,11 +128,7 @@ class DGC(Feedback):
     indices: Literal["elias-fano", "runs"] = "elias-fano"
     store: Literal["fp32", "bf16", "int8"] = "fp32"
 
-    _now: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _before: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: With ``store=bf16`` or ``int8``, in place of these two: key → (newest sum, velocity).
-    _kept: dict[str, tuple[Kept, Kept]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _seeds: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sums: Sums | RoundedSums = field(init=False, repr=False, compare=False)
     _uncompressed: Velocities = field(default_factory=Velocities, init=False, repr=False, compare=False)
     _sent: dict[str, _Sent] = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Key → a magnitude that slightly more elements than wanted reached in the last step: a hint that only saves time.
@@ -158,6 +140,7 @@ class DGC(Feedback):
 
     def __post_init__(self) -> None:
         check_keys(self)
+        self._sums = Sums() if self.store == "fp32" else RoundedSums(self.store)
         TopK(density=self.density)  # raises if the density is out of range
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"dgc: momentum={self.momentum} is not in [0, 1)")
@@ -244,12 +227,10 @@ class DGC(Feedback):
     ) -> tuple[bool, Tensor]:
         if commit:
             self._check_commit(x)
-        self._seeds[key] = seed
-        now, before = self._sums(key, x)
         if codec.exact:
-            finite, payload = self._encode_velocity(key, x, now, before, codec, shape, seed, out)
+            finite, payload = self._encode_velocity(key, x, codec, shape, seed, out)
         elif isinstance(codec, SelectingCodec):
-            finite, payload = self._encode_top(key, x, now, before, codec, shape, seed, out)
+            finite, payload = self._encode_top(key, x, codec, shape, seed, out)
         else:
             raise TypeError(f"dgc needs a codec that selects elements by magnitude, or an exact one; got {codec}")
         if commit and finite:
@@ -264,8 +245,7 @@ class DGC(Feedback):
         self, keys: Sequence[str], xs: Sequence[Tensor], codec: Codec, *, seeds: Sequence[int], outs: Sequence[Tensor]
     ) -> bool:
         assert isinstance(codec, TopK)
-        self._seeds.update(zip(keys, seeds, strict=True))
-        nows, befores = self._all_sums(keys, xs)
+        nows, befores = self._sums.open_all(keys, xs)
         ks, heads, values = [codec.kept(x.numel()) for x in xs], list[Tensor](), list[Tensor]()
         if codec.values != "fp32":
             heads, outs = codec.cut_all(outs, ks)
@@ -284,115 +264,21 @@ class DGC(Feedback):
         if finite and values:
             finite, left = codec.round_all(values, heads)
             kernels.sparse_accumulate_all([*befores, *nows], [*indices, *indices], [*left, *left])
-        if self.store != "fp32":
-            self._close_all(keys, xs, befores, nows)
-            self._sent.update((key, _Sent(None, None, at)) for key, at in zip(keys, indices, strict=True))
+        if isinstance(self._sums, RoundedSums):
+            self._sums.close_all(keys, befores, nows, seeds=seeds, xs=xs)
+            self._sent.update((key, _Sent(at)) for key, at in zip(keys, indices, strict=True))
             return finite
-        for key, x, now, before, at, old in zip(keys, xs, nows, befores, indices, olds, strict=True):
-            self._sent[key] = self._begun(key, now, before, at, x)
-            self._sent[key].forgotten = now, old
-            self._close(key, before, now)
+        # A new sum has the memory of the sum from before the last one, which the gradient's memory now holds.
+        for key, x, now, new, at, old in zip(keys, xs, nows, befores, indices, olds, strict=True):
+            self._sent[key] = _Sent(at, former=[(new, now), (now, x)], forgotten=(now, old))
+            self._sums.of[key] = new, now
         return finite
 
-    def _begun(self, key: str, now: Tensor, before: Tensor, at: Tensor, oldest: Tensor | None) -> _Sent:
-        """Return how a momentum step is undone.
-
-        Args:
-            key: of the tensor.
-            now: the newest sum before this step.
-            before: the sum of the step before that, if ``oldest`` is None.
-            at: indices of the elements sent.
-            oldest: holds what ``before`` held, whose memory the new sum has.
-        """
-        own = _Sent(None, None, at, former=[] if oldest is None else [(before, now), (now, oldest)])
-
-        def undo() -> None:
-            if own.forgotten is not None:
-                now[at] = own.forgotten[1]
-            if oldest is not None:
-                before.copy_(oldest)
-            self._now[key], self._before[key] = now, before
-
-        own.undo = undo
-        return own
-
-    def _sums(self, key: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums as :meth:`_opened`, of zeros at first.
-
-        Raises:
-            ValueError: they have another size than the tensor.
-        """
-        self._open(key, x)
-        return self._opened(key)
-
-    def _open(self, key: str, x: Tensor) -> None:
-        """Make sure that there are sums, of zeros at first; see :meth:`_sums`."""
-        if not self.holds(key):
-            self._close(key, *(torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for _ in range(2)))
-        numel = self._now[key].numel() if self.store == "fp32" else self._kept[key][0].numel
-        if numel != x.numel():
-            raise ValueError(
-                f"the state of {key!r} has {numel} elements, got a tensor of {x.numel()}; use another key, or load the "
-                "state of this model"
-            )
-
-    def _all_sums(self, keys: Sequence[str], xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return :meth:`_sums` of several tensors: the newest, and those of the step before."""
-        for key, x in zip(keys, xs, strict=True):
-            self._open(key, x)
-        if self.store == "fp32":
-            return [self._now[key] for key in keys], [self._before[key] for key in keys]
-        states = read_all([kept for pair in zip(*(self._kept[key] for key in keys), strict=True) for kept in pair])
-        nows, befores = states[: len(keys)], states[len(keys) :]
-        _subtract_from(nows, befores)
-        return nows, befores
-
-    def _close_all(
-        self, keys: Sequence[str], xs: Sequence[Tensor], nows: Sequence[Tensor], befores: Sequence[Tensor]
-    ) -> None:
-        """Store the sums of several tensors, of whose former ones the gradients' memory then holds the bytes.
-
-        The memory of ``befores`` is overwritten.
-        """
-        kepts = [kept for pair in zip(*(self._kept[key] for key in keys), strict=True) for kept in pair]
-        memories = [self._memory(key, x) for key, x in zip(keys, xs, strict=True)]
-        _subtract_from(nows, befores)
-        keep_all(
-            kepts,
-            [*nows, *befores],
-            seeds=[mark ^ self._seeds[key] for mark in (_OF_SUMS, _OF_VELOCITIES) for key in keys],
-            formers=[memory for pair in zip(*memories, strict=True) for memory in pair],
-        )
-
-    def _opened(self, key: str) -> tuple[Tensor, Tensor]:
-        """Return the newest sum and that of the step before; new tensors unless ``store=fp32``."""
-        if self.store == "fp32":
-            return self._now[key], self._before[key]
-        now, velocity = (kept.read() for kept in self._kept[key])
-        return now, now - velocity
-
-    def _close(self, key: str, now: Tensor, before: Tensor) -> None:
-        """Store the sums."""
-        if self.store == "fp32":
-            self._now[key], self._before[key] = now, before
-            return
-        seed, states = self._seeds.get(key, 0), (now, now - before)
-        if key not in self._kept:
-            self._kept[key] = (Kept(now, self.store), Kept(states[1], self.store))
-        for kept, state, mark in zip(self._kept[key], states, (_OF_SUMS, _OF_VELOCITIES), strict=True):
-            kept.keep(state, seed=mark ^ seed)
-
     def _encode_top(
-        self,
-        key: str,
-        x: Tensor,
-        now: Tensor,
-        before: Tensor,
-        codec: SelectingCodec,
-        shape: Shape,
-        seed: int,
-        out: Tensor | None,
+        self, key: str, x: Tensor, codec: SelectingCodec, shape: Shape, seed: int, out: Tensor | None
     ) -> tuple[bool, Tensor]:
+        """Encode a step of DGC: the largest elements of v are sent."""
+        now, before = self._sums.open(key, x)
         in_place = x.dtype == torch.float32
         # The kernel saves the oldest sum in the gradient's memory, which half precision cannot hold. There, it works on
         # a copy of the sum, which becomes the state if the step is good.
@@ -417,8 +303,7 @@ class DGC(Feedback):
         if arrives is not values:  # dividing and rounding may overflow float32
             finite = finite and kernels.all_finite(whole) and kernels.all_finite(arrives)
         left = None if arrives is whole else values - arrives * unit
-        own = self._sent[key] = self._begun(key, now, before, at, gradient if in_place else None)
-        own.rate = unit
+        own = self._sent[key] = _Sent(at, unit, former=[(before, gradient)] if in_place else ())
 
         def commit(arrived: Tensor | None) -> None:
             there = at if arrived is None else arrived
@@ -426,11 +311,12 @@ class DGC(Feedback):
                 now, newest, there, momentum=self.momentum, nesterov=self.nesterov, masking=self.masking
             )
             own.forgotten = now, old
+            own.former = [(newest, now), (now, gradient)] if in_place else ()
             if left is not None:
                 late = left if arrived is None else torch.where(torch.isin(at, arrived), left, 0.0)
                 newest.index_add_(0, at, late)
                 now.index_add_(0, at, late)
-            self._close(key, newest, now)
+            self._sums.close(key, newest, now, seed=seed)
             self._hints[key] = hint
 
         own.commit = commit
@@ -454,17 +340,10 @@ class DGC(Feedback):
         return rate, self._positive.get(key, 1.0)
 
     def _encode_velocity(
-        self,
-        key: str,
-        x: Tensor,
-        now: Tensor,
-        before: Tensor,
-        codec: Codec,
-        shape: Shape,
-        seed: int,
-        out: Tensor | None,
+        self, key: str, x: Tensor, codec: Codec, shape: Shape, seed: int, out: Tensor | None
     ) -> tuple[bool, Tensor]:
         """Encode a plain step of momentum SGD: the whole new velocity is sent, and the residual stays as it is."""
+        now, before = self._sums.open(key, x)
         rate, unit = self._rate(key)
         gradient = x.float() * rate
         velocity = (now - before).mul_(self.momentum).add_(gradient)
@@ -474,15 +353,13 @@ class DGC(Feedback):
             step = gradient + velocity * self.momentum
             newest = now + (now - before - velocity) * self.momentum
         previous = newest - velocity
+        own = self._sent[key] = _Sent(rate=unit)
 
         def commit(_: Tensor | None) -> None:
-            self._close(key, newest, previous)
+            own.former = [(previous, before), *([(newest, now)] if self.nesterov else [])]
+            self._sums.close(key, newest, previous, seed=seed)
 
-        def undo() -> None:
-            self._now[key], self._before[key] = now, before
-
-        former = [(previous, before), *([(newest, now)] if self.nesterov else [])]
-        self._sent[key] = _Sent(undo, commit, rate=unit, former=former)
+        own.commit = commit
         sent = (step / unit).to(x.dtype)
         return kernels.all_finite(sent.float()), codec.encode(sent.view(dims(shape)), seed=seed, out=out)
 
@@ -505,20 +382,13 @@ class DGC(Feedback):
         sent = self._sent[key]
         if sent.commit is None:
             return
-        if self.store != "fp32" and self.can_roll_back(x):
-            # The gradient's memory can hold the stored state, two tensors of at most 2 bytes per element.
-            for kept, memory in zip(self._kept[key], self._memory(key, x), strict=True):
-                kept.copy_to(memory)
+        if isinstance(self._sums, RoundedSums) and self.can_roll_back(x):
+            self._sums.save(key, x)
             sent.commit(arrived)
-            self._sent[key] = _Sent(None, None, sent.at, sent.rate)  # frees the float32 sums that it refers to
+            self._sent[key] = _Sent(sent.at, sent.rate)  # frees the float32 sums that it refers to
             return
         sent.commit(arrived)
         sent.commit = None
-
-    def _memory(self, key: str, x: Tensor) -> list[Tensor]:
-        """Return slices of a gradient's memory that can hold the stored sum and the stored velocity."""
-        sizes = [kept.nbytes for kept in self._kept[key]]
-        return list(torch.split(x.view(-1).view(torch.uint8)[: sum(sizes)], sizes))
 
     def commit_arrived(
         self,
@@ -543,7 +413,7 @@ class DGC(Feedback):
 
     def _residual(self, key: str) -> Tensor:
         """Return v."""
-        now, before = self._opened(key)
+        now, before = self._sums.read(key)
         return now + (now - before) * self.momentum if self.nesterov else now
 
     def can_roll_back(self, x: Tensor) -> bool:
@@ -551,11 +421,14 @@ class DGC(Feedback):
 
     def roll_back(self, key: str, x: Tensor) -> None:
         sent = self._sent.pop(key)
-        if sent.undo is None:
-            for kept, memory in zip(self._kept[key], self._memory(key, x), strict=True):
-                kept.copy_from(memory)
-        elif self.store == "fp32":
-            sent.undo()
+        former = sent.former
+        if isinstance(self._sums, RoundedSums):  # what is not committed has changed nothing that is stored
+            former = self._sums.saved(key, x) if sent.commit is None else ()
+        if sent.forgotten is not None:
+            now, old = sent.forgotten
+            now[sent.at] = old
+        for total, held in former:
+            total.copy_(held)
 
     def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
         committed: list[_Sent] = []
@@ -565,9 +438,8 @@ class DGC(Feedback):
                 self.roll_back(key, x)
                 continue
             committed.append(self._sent.pop(key))
-            if self.store != "fp32":
-                for kept, memory in zip(self._kept[key], self._memory(key, x), strict=True):
-                    stored += kept.places(memory)
+            if isinstance(self._sums, RoundedSums):
+                stored += self._sums.saved(key, x)
         kernels.restore_all_if(bad, [codes for codes, _ in stored], [former for _, former in stored])
         forgotten = [(*own.forgotten, own.at) for own in committed if own.at is not None and own.forgotten is not None]
         nows, olds, indices = zip(*forgotten, strict=True) if forgotten else ((), (), ())
@@ -577,37 +449,29 @@ class DGC(Feedback):
             kernels.restore_all_if(bad, [total for total, _ in pairs], [held for _, held in pairs])
 
     def residual(self, key: str) -> Tensor | None:
-        if self.store == "fp32":
-            return self._now.get(key)
-        return self._kept[key][0].read() if key in self._kept else None
+        return self._sums.newest(key)
 
     def holds(self, key: str) -> bool:
-        return key in (self._now if self.store == "fp32" else self._kept)
+        return key in self._sums.of
 
     @property
     def nbytes(self) -> int:
-        exact = sum(x.nbytes for states in (self._now, self._before, self._uncompressed.of) for x in states.values())
-        return exact + sum(kept.nbytes for pair in self._kept.values() for kept in pair)
+        return self._sums.nbytes + sum(x.nbytes for x in self._uncompressed.of.values())
 
     def entries(self, key: str) -> dict[str, Tensor]:
-        found = {"uncompressed": self._uncompressed.of[key]} if key in self._uncompressed.of else {}
-        if self.store == "fp32":
-            found |= {"now": self._now[key], "before": self._before[key]} if key in self._now else {}
-        elif key in self._kept:
-            now, velocity = self._kept[key]
-            found |= {"now": now.read(), "velocity": velocity.read()}
+        found = self._sums.parts(key)
+        if key in self._uncompressed.of:
+            found["uncompressed"] = self._uncompressed.of[key]
         return {f"{room}/{key}": x for room, x in found.items()}
 
     def put_back(self, key: str, entries: Mapping[str, Tensor]) -> None:
         rooms = {name.partition("/")[0]: x for name, x in entries.items()}
-        for held in (self._now, self._before, self._kept, self._uncompressed.of):
-            held.pop(key, None)
+        self._sums.of.pop(key, None)
+        self._uncompressed.of.pop(key, None)
         if "uncompressed" in rooms:
             self._uncompressed.of[key] = rooms["uncompressed"]
-        if "before" in rooms:
-            self._now[key], self._before[key] = rooms["now"], rooms["before"]
-        elif "now" in rooms:
-            self._kept[key] = (Kept(rooms["now"], self.store), Kept(rooms["velocity"], self.store))
+        if "now" in rooms:
+            self._sums.load(key, rooms)
 
     # ---- what travels uncompressed -----------------------------------------------------------------------------------
 
@@ -618,37 +482,31 @@ class DGC(Feedback):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def scale(self, factor: float) -> None:
-        for states in (self._now, self._before, self._uncompressed.of):
-            for state in states.values():
-                state.mul_(factor)
-        for kept in (kept for pair in self._kept.values() for kept in pair):
-            kept.keep(kept.read().mul_(factor), seed=None)
+        self._sums.scale(factor)
+        for velocity in self._uncompressed.of.values():
+            velocity.mul_(factor)
         self._hints = {key: hint * factor for key, hint in self._hints.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        rooms = {"now": self._now, "before": self._before, "uncompressed": self._uncompressed.of}
-        if self.store != "fp32":
-            read = {key: (now.read(), velocity.read()) for key, (now, velocity) in self._kept.items()}
-            rooms["now"] = {key: now for key, (now, _) in read.items()}
-            rooms["velocity"] = {key: velocity for key, (_, velocity) in read.items()}
-        return {f"{room}/{key}": state for room, states in rooms.items() for key, state in states.items()}
+        parts = {key: self._sums.parts(key) for key in self._sums.of}
+        sums = {f"{room}/{key}": own[room] for room in _ROOMS for key, own in parts.items() if room in own}
+        return sums | {f"uncompressed/{key}": velocity for key, velocity in self._uncompressed.of.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.check_state(state)
-        rooms: dict[str, dict[str, Tensor]] = {room: {} for room in _ROOMS}
+        sums: dict[str, dict[str, Tensor]] = {}
+        velocities: dict[str, Tensor] = {}
         for name, value in state.items():
             room, _, key = name.partition("/")
             dtype = wide(value.dtype) if room == "uncompressed" else torch.float32
-            rooms[room][key] = value.detach().reshape(-1).to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self._now, self._before, self._kept, self._uncompressed.of = {}, {}, {}, rooms["uncompressed"]
-        for key, now in rooms["now"].items():
-            velocity = rooms["velocity"].get(key)
-            if self.store == "fp32":
-                self._now[key] = now
-                self._before[key] = rooms["before"][key] if velocity is None else now - velocity
+            own = value.detach().reshape(-1).to(dtype, copy=True, memory_format=torch.contiguous_format)
+            if room == "uncompressed":
+                velocities[key] = own
             else:
-                velocity = now - rooms["before"][key] if velocity is None else velocity
-                self._kept[key] = (Kept(now, self.store), Kept(velocity, self.store))
+                sums.setdefault(key, {})[room] = own
+        self._sums.of, self._uncompressed.of = {}, velocities
+        for key, parts in sums.items():
+            self._sums.load(key, parts)
         self._hints.clear()
 
     def check_state(self, state: Mapping[str, object]) -> None:
