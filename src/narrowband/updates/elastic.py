@@ -37,7 +37,6 @@ from narrowband.updates.fragments import compile_loops
 from narrowband.updates.newcomers import copy_from_the_first, digest, facts_of_peer
 from narrowband.updates.rendezvous import Meeting, Rendezvous, RendezvousError, View
 from narrowband.updates.rounds import UpdateCompression
-from narrowband.updates.stepping import in_training
 from narrowband.updates.weights import Weight
 
 if TYPE_CHECKING:
@@ -106,10 +105,10 @@ class ElasticUpdateCompression(UpdateCompression):
                 model, optimizers, settings, group, replace(rounds, every=steps)
             )
             if rounds.weigh != "steps":
-                self._hooks.append(optimizers[0].register_step_pre_hook(in_training(self._weight.check)))
+                self._stepping.before_first(self._weight.check)
             self._share(view)
 
-        self._hold(0.0, begin, lambda: self._let_go() if "_hooks" in vars(self) else None)
+        self._hold(0.0, begin, lambda: self._let_go() if "_stepping" in vars(self) else None)
         self._whole.keep(self._averaged.tensors(), parameters=False)
         self._changes.begin(self._averaged)
         self._held_at = time.monotonic()

@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 
 from narrowband import kernels
 from narrowband.averaging.flat import Form, empty_like, form_of, groups_of, in_memory_order, parts_of, real
-from narrowband.updates.length import MeasuredLength
+from narrowband.updates.length import Length
 
 __all__ = ["Fragment", "OuterStep", "compile_loops", "due_after", "split"]
 
@@ -192,7 +192,7 @@ class Fragment:
     Attributes:
         names: names of the tensors.
         groups: the tensors that are sent together, one group for each dtype.
-        length: the factor for the mean of parameters, or the object that measures it.
+        length: holds the factor for the mean of parameters, and perhaps measures it.
         anchored: whether the anchors of parameters have been copied. They are copied as late as possible, since the
             user may load a state into the model until the first step. Those of buffers are copied right after a round,
             since forward passes change buffers before the first step. Any value serves as a buffer's anchor if all
@@ -202,7 +202,7 @@ class Fragment:
 
     def __init__(self, tensors: Mapping[str, Tensor], buffers: Iterable[str], *, length: float, offload: bool) -> None:
         self.names = list(tensors)
-        self.length: float | MeasuredLength = length
+        self.length = Length(length)
         self.anchored = self.buffers_anchored = False
         self._buffers = frozenset(buffers)
         named = {id(x): name for name, x in tensors.items()}
@@ -363,12 +363,11 @@ class Fragment:
         self, outer: OuterStep, moves: Iterable[tuple[str, Tensor, Tensor]], tensors: Mapping[str, Tensor]
     ) -> None:
         """Apply means. Each move is (name, the tensor that is stepped, its mean), as real numbers."""
-        along = self.length.value if isinstance(self.length, MeasuredLength) else self.length
         stepped = []
         for name, x, mean in moves:
             own = outer.parameters.get(name)
             if own is None:
-                x.add_(mean, alpha=1.0 if name in self._buffers else along)
+                x.add_(mean, alpha=1.0 if name in self._buffers else self.length.value)
                 continue
             gradient = mean.neg_()
             own.data = torch.view_as_complex(x) if own.is_complex() else x  # x may lie elsewhere than in the last round

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["MeasuredLength"]
+__all__ = ["Length", "MeasuredLength"]
 
 #: Number of elements in the sample, over all parameters.
 SAMPLE = 1024
@@ -42,7 +42,31 @@ FIRST, EVERY = 10, 10
 _KEEPS = 0.8
 
 
-class MeasuredLength:
+class Length:
+    """A length that stays as it is.
+
+    Attributes:
+        value: the length.
+    """
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def begin(self, updates: Sequence[Tensor], *, share: float, size: int) -> Tensor | None:
+        """Begin a round among ``size`` replicas.
+
+        Returns:
+            What this replica brings to :meth:`take` (see :meth:`MeasuredLength.sample`); None if the length is not
+            measured in this round.
+        """
+        return None
+
+    def take(self, part: Tensor, group: dist.ProcessGroup | None, size: int) -> None:
+        """Add up the parts of all replicas, and update the length. A collective; all replicas get the same length."""
+        raise TypeError("a length that stays as it is cannot be measured")
+
+
+class MeasuredLength(Length):
     """The length of the outer step, measured as training goes on.
 
     Args:
@@ -71,8 +95,11 @@ class MeasuredLength:
         self._own = 0.0
         self._mean = 0.0
         self._size = 0  # number of replicas that the measurements are of; 0: none yet
-        self.value = 1.0
+        super().__init__(1.0)
         self.rounds = 0
+
+    def begin(self, updates: Sequence[Tensor], *, share: float, size: int) -> Tensor | None:
+        return self.sample(updates, share=share) if self.begins(size) else None
 
     def begins(self, size: int) -> bool:
         """Begin a round among ``size`` replicas. Return whether the length is measured in this round."""
@@ -103,7 +130,6 @@ class MeasuredLength:
         return torch.cat([there, squares, there.new_full((1,), float(share > 0))])
 
     def take(self, part: Tensor, group: dist.ProcessGroup | None, size: int) -> None:
-        """Add up the parts of all replicas, and update the length. A collective; all replicas get the same length."""
         dist.all_reduce(part, group=group)
         *there, own, brought = part.double().tolist()
         if round(brought) < size or not math.isfinite(own):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,7 +44,7 @@ from narrowband.updates.length import MeasuredLength
 from narrowband.updates.repeated import Repeated
 from narrowband.updates.settings import Rounds, check_in_place
 from narrowband.updates.state import SavedRounds, UnderWay
-from narrowband.updates.stepping import Strangers, facts_of, in_training, watch
+from narrowband.updates.stepping import Steps, facts_of
 from narrowband.updates.switched_off import SwitchedOff
 
 if TYPE_CHECKING:
@@ -56,12 +55,9 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec
     from narrowband.feedback import Compression, Method
 
-__all__ = ["UpdateCompression", "taken"]
+__all__ = ["UpdateCompression"]
 
 log = logging.getLogger(__name__)
-
-#: Optimizers that already have a handle. Two handles on one optimizer would both take the same update.
-taken: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class UpdateCompression(Handle):
@@ -98,7 +94,6 @@ class UpdateCompression(Handle):
     ) -> None:
         self.every = cast("int", rounds.every)
         self._rounds = rounds
-        self._optimizers = [weakref.ref(each) for each in optimizers]
         self._stepped_by = facts_of(model, optimizers)
         self._steps = self._steps_in_round = 0
         self._skipped = 0
@@ -137,13 +132,8 @@ class UpdateCompression(Handle):
         self._begin_with_the_first()
         for fragment in self._fragments:
             fragment.keep(tensors, parameters=False)
-        self._strangers = Strangers(model, optimizers)
         self._repeated = Repeated(self.device, looks=self._compares_updates)
-        self._hooks = [each.register_step_pre_hook(in_training(self._before_step)) for each in optimizers]
-        self._hooks.append(optimizers[-1].register_step_post_hook(in_training(self._after_step)))
-        self._stepped = False
-        self._unwatch = watch(rounds.grad_scaler, optimizers, self._after_update)
-        taken.update(optimizers)
+        self._stepping = Steps(model, optimizers, rounds.grad_scaler, before=self._before_step, after=self._after_step)
         self._off = None if among is None else SwitchedOff(among)
         remember_updates(model, self, group)
 
@@ -200,7 +190,7 @@ class UpdateCompression(Handle):
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that step it, in order."""
-        return [each for reference in self._optimizers if (each := reference()) is not None]
+        return self._stepping.optimizers
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
@@ -226,8 +216,7 @@ class UpdateCompression(Handle):
         """
         if not self._fragments:
             return self._last_length
-        lengths = [x.value if isinstance(x, MeasuredLength) else x for x in (each.length for each in self._fragments)]
-        return sum(lengths) / len(lengths)
+        return sum(each.length.value for each in self._fragments) / len(self._fragments)
 
     @torch.no_grad()
     def _before_step(self, *, stepping: bool = True) -> None:
@@ -261,21 +250,7 @@ class UpdateCompression(Handle):
                         fragment.put_in_place(tensors[name], residual, by_name[name].form)
                         state.add_residual(name, residual.mul_(self._scaled_by))
 
-    def _after_update(self, asked: bool, last: bool) -> None:
-        """Do what the hooks would have done if the scaler had not skipped the steps that it was asked for.
-
-        Args:
-            asked: whether the scaler was asked to step any of the optimizers.
-            last: whether it was asked to step the last one, whose steps are counted.
-        """
-        if asked and not self._stepped:
-            self._before_step()
-            if last:
-                self._after_step()
-        self._stepped = False
-
     def _after_step(self) -> None:
-        self._stepped = True
         self._steps += 1
         if self._under_way is not None:
             self._under_way.steps += 1
@@ -397,7 +372,7 @@ class UpdateCompression(Handle):
             fragments: whose updates are exchanged, as one step of the averaging core.
             share: the factor by which this replica's update was scaled; 0 where it contributes none.
         """
-        samples = [self._sample(fragment, share) for fragment in fragments]
+        samples = [each.length.begin(each.updates, share=share, size=self.size) for each in fragments]
         self._note_updates(fragments)
         for future in self._send(fragments, waiting=True):
             future.wait()
@@ -421,21 +396,13 @@ class UpdateCompression(Handle):
         groups = [group for fragment in fragments for group in fragment.groups]
         return [self.feed(group.update, group.names, last=group is groups[-1]) for group in groups]
 
-    def _sample(self, fragment: Fragment, share: float) -> Tensor | None:
-        """Return the sample by which the fragment's length is measured, or None if this round does not measure it."""
-        length = fragment.length
-        if isinstance(length, MeasuredLength) and length.begins(self.size):
-            return length.sample(fragment.updates, share=share)
-        return None
-
     def _measure(self, fragment: Fragment, sample: Tensor | None) -> None:
         """Measure the fragment's length by an all-reduce of the samples, if there are any. Every rank calls this in the
         same round, when no other message is in flight.
         """
         if sample is not None:
-            length = cast("MeasuredLength", fragment.length)
-            length.take(sample, self.process_group, self.size)
-            self._count_sent(all_reduce_nbytes(length.nbytes, self.size))
+            fragment.length.take(sample, self.process_group, self.size)
+            self._count_sent(all_reduce_nbytes(sample.nbytes, self.size))
 
     def _apply(self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) -> None:
         """Apply the means, if they are finite."""
@@ -478,7 +445,7 @@ class UpdateCompression(Handle):
         fragment = self._fragments[at]
         brings = self._are_brought([fragment], tensors, finite=[fragment.take_a_copy(tensors)])
         self._count_anew(fragment)
-        sample = self._sample(fragment, float(brings))
+        sample = fragment.length.begin(fragment.updates, share=float(brings), size=self.size)
         self._note_updates([fragment])
         self._under_way = UnderWay(at, self._send([fragment], waiting=False), sample)
 
@@ -558,15 +525,11 @@ class UpdateCompression(Handle):
             )
 
     def _let_go(self) -> None:
-        """Release the optimizers (hooks and registration) and the anchors."""
-        self._strangers.end()
+        """Release the optimizers and the anchors."""
+        self._stepping.end()
         if self._off is not None:
             self._off.end()
-        for hook in self._hooks:
-            hook.remove()
-        self._unwatch()
         forget(self._averaged.model, self)
-        taken.difference_update(self.optimizers)
         self._last_length = self.length
         self._fragments.clear()
 

@@ -23,8 +23,9 @@ from narrowband.feedback import compression
 from narrowband.units import whole_number
 from narrowband.updates.averaged import floating_buffers, some
 from narrowband.updates.elastic import ElasticUpdateCompression
-from narrowband.updates.rounds import UpdateCompression, taken
+from narrowband.updates.rounds import UpdateCompression
 from narrowband.updates.settings import Rounds, check_in_place
+from narrowband.updates.stepping import taken
 from narrowband.updates.switched_off import check_can_be_off, ddp_among
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from narrowband.averaging.listening import Listener, ignore, listen, only_makes_state
 from narrowband.units import counted
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
-    from torch.optim import Optimizer
 
-__all__ = ["Strangers", "facts_of", "in_training", "watch"]
+__all__ = ["Steps", "facts_of", "taken"]
+
+#: Optimizers that already have a handle. Two handles on one optimizer would both take the same update.
+taken: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 #: Settings that are compared, by their names in torch.optim and similar libraries. Other entries of a parameter group
 #: are not compared, since some third-party optimizers keep running estimates there.
@@ -90,7 +93,79 @@ def _plain(value: Any) -> str:
     return repr(value)
 
 
-def in_training(hook: Callable[[], None]) -> Callable[[Optimizer, Any, Any], None]:
+class Steps:
+    """The steps of a model's optimizers: calls back before and after each, also if a gradient scaler skips it.
+
+    Calls of ``step`` that do not train are ignored (see :func:`~narrowband.averaging.optim.only_makes_state`).
+
+    Args:
+        model: the model.
+        optimizers: those that step it, in this order. They are :data:`taken` from now on.
+        grad_scaler: the scaler that may skip their steps, if there is one.
+        before: called before each step.
+        after: called after each step of the last optimizer. Both are methods of one object, which the optimizers keep
+            alive until :meth:`end`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        grad_scaler: torch.amp.GradScaler | None,
+        *,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._before, self._after = weakref.WeakMethod(before), weakref.WeakMethod(after)
+        self._counted = False  # whether the last step was, since the scaler was updated
+        self._strangers = _Strangers(model, optimizers)
+        self._hooks = [each.register_step_pre_hook(_in_training(before)) for each in optimizers]
+        self._hooks.append(optimizers[-1].register_step_post_hook(_in_training(self._count)))
+        self._unwatch = _watch(grad_scaler, optimizers, self._after_update)
+        taken.update(optimizers)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers, as far as they live."""
+        return [each for reference in self._optimizers if (each := reference()) is not None]
+
+    def before_first(self, call: Callable[[], None]) -> None:
+        """Also call this before each step of the first optimizer."""
+        self._hooks.append(self.optimizers[0].register_step_pre_hook(_in_training(call)))
+
+    def _count(self) -> None:
+        self._counted = True
+        _call(self._after)
+
+    def _after_update(self, asked: bool, last: bool) -> None:
+        """Do what the hooks would have done if the scaler had not skipped the steps that it was asked for.
+
+        Args:
+            asked: whether the scaler was asked to step any of the optimizers.
+            last: whether it was asked to step the last one, whose steps are counted.
+        """
+        if asked and not self._counted:
+            _call(self._before)
+            if last:
+                self._count()
+        self._counted = False
+
+    def end(self) -> None:
+        """Release the optimizers and the scaler."""
+        self._strangers.end()
+        for hook in self._hooks:
+            hook.remove()
+        self._unwatch()
+        taken.difference_update(self.optimizers)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (alive := method()) is not None:
+        alive()
+
+
+def _in_training(hook: Callable[[], None]) -> Callable[[Optimizer, Any, Any], None]:
     """Wrap ``hook`` as a step hook of optimizers that ignores calls of ``step`` that do not train (see
     :func:`~narrowband.averaging.optim.only_makes_state`).
     """
@@ -102,7 +177,7 @@ def in_training(hook: Callable[[], None]) -> Callable[[Optimizer, Any, Any], Non
     return called
 
 
-class Strangers(Listener):
+class _Strangers(Listener):
     """Raises an error if another optimizer steps a model in the place of those whose steps its handle counts, since the
     replicas would never be averaged.
 
@@ -145,7 +220,7 @@ class Strangers(Listener):
         ignore(self)
 
 
-def watch(
+def _watch(
     grad_scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], after: Callable[[bool, bool], None]
 ) -> Callable[[], None]:
     """Call ``after`` after each ``grad_scaler.update()``, so that steps which the scaler skips can be counted, too.
