@@ -513,36 +513,23 @@ class Recorder:
         if normalization is not None and normalization.made(x):
             assert normalization.origin is not None
             return normalization.origin(), 0
+        function = None  # computes x from what is packed; None: x itself is packed
         if normalization is not None and normalization.takes(x):
-            name = site.name + ":normalized"
-            payload = self._promised(x, site, name, bits, normalization)
-            if payload is None:
-                with torch.no_grad():
-                    n = normalization.normalized(x)
-                payload = self._quantized(n, site, name, bits, of=x)
-            if payload is None:
-                return None, 0
-            normalization.origin = weakref.ref(payload)
-            nbytes = payload.nbytes
-            storage.spent += nbytes
-            recipe = Recipe(normalization.input(x), normalization.origin)
-            storage.has_recipe(values, recipe)
-            return recipe.derivation(), nbytes
-        if self.call.normalizes and self.call.is_log_probabilities(x):
-            payload = self._quantized(roots(x), site, site.name + ":roots", bits, of=x)
-            if payload is None:
-                return None, 0
-            storage.spent += payload.nbytes
-            recipe = Recipe(from_roots(x.dtype), weakref.ref(payload))
-            storage.has_recipe(values, recipe)
-            return recipe.derivation(), payload.nbytes
-        payload = self._quantized(x, site, site.name, bits, of=x)
+            payload, function = self._normalized_form(x, site, bits, normalization), normalization.input(x)
+        elif self.call.normalizes and self.call.is_log_probabilities(x):
+            payload, function = self._quantized(roots(x), site, site.name + ":roots", bits, of=x), from_roots(x.dtype)
+        else:
+            payload = self._quantized(x, site, site.name, bits, of=x)
         if payload is None:
             return None, 0
-        storage.has_payload(values, payload)
         nbytes = payload.nbytes
         storage.spent += nbytes
-        return payload, nbytes
+        if function is None:
+            storage.has_payload(values, payload)
+            return payload, nbytes
+        recipe = Recipe(function, weakref.ref(payload))
+        storage.has_recipe(values, recipe)
+        return recipe.derivation(), nbytes
 
     def _bits_of_scores(self, site: Site, bits: Literal[8, 4, 2]) -> Literal[8, 4, 2, 0]:
         """Return the bits for what fused attention saves: more than ``bits``, or 0, where scores are too large."""
@@ -586,23 +573,28 @@ class Recorder:
         self.saved.add(*site.place, 0, 0, outliers=1)
         return None
 
-    def _promised(
-        self, x: Tensor, site: Site, name: str, bits: Literal[8, 4, 2], normalization: Normalization
+    def _normalized_form(
+        self, x: Tensor, site: Site, bits: Literal[8, 4, 2], normalization: Normalization
     ) -> Payload | None:
-        """Return a payload for a tensor's normalized form, to be filled when the operator has computed its statistics.
+        """Return the codes of an input's normalized form; None where it has outliers, or the input cannot be computed
+        from it.
 
-        Returns None where the host has to look at the normalized form first.
+        Where the host need not look at the normalized form first, its codes are made when the operator has computed its
+        statistics.
         """
-        arrangement = site.arrangement
-        direct = x.dtype is not torch.float16 and arrangement.is_usual and arrangement.without_gaps
-        if not direct or not ahead(x):
-            return None
-        rows, apart = site.own or site.cut(x, self.call)
-        assert apart is not None
-        made = promised(x, rows, bits, self.arena, self.policy, self.estimates, name, apart)
-        if made is None:
-            return None
-        payload, normalization.owed = made
+        name, arrangement, payload = site.name + ":normalized", site.arrangement, None
+        if x.dtype is not torch.float16 and arrangement.is_usual and arrangement.without_gaps and ahead(x):
+            rows, apart = site.own or site.cut(x, self.call)
+            assert apart is not None
+            made = promised(x, rows, bits, self.arena, self.policy, self.estimates, name, apart)
+            if made is not None:
+                payload, normalization.owed = made
+        if payload is None:
+            with torch.no_grad():
+                n = normalization.normalized(x)
+            payload = self._quantized(n, site, name, bits, of=x)
+        if payload is not None:
+            normalization.origin = weakref.ref(payload)
         return payload
 
 
