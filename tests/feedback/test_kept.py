@@ -262,8 +262,10 @@ def test_two_sums_are_loaded_to_the_bit_and_move_to_other_stores(store):
     assert all(torch.equal(x, state[name]) for name, x in again.state_dict().items())
     plain.load_state_dict(state)
     assert torch.equal(plain.state_dict()["now/p"], state["now/p"])
+    assert torch.equal(plain.state_dict()["before/p"], state["now/p"] - state["velocity/p"])
     back.load_state_dict(plain.state_dict())
     assert torch.equal(back.state_dict()["now/p"], state["now/p"])
+    torch.testing.assert_close(back.state_dict()["velocity/p"], state["velocity/p"], rtol=1e-2, atol=1e-2)
     feedback.scale(0.5)
     assert torch.equal(feedback.state_dict()["velocity/p"], 0.5 * state["velocity/p"])
     with pytest.raises(ValueError, match="lacks one of the two sums of p"):

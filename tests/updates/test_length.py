@@ -73,7 +73,8 @@ def test_a_round_that_lacks_a_part_is_not_measured():
 
 def test_it_is_measured_at_first_and_then_now_and_then():
     length = MeasuredLength([[(0, 1000)]], 0, torch.device("cpu"))
-    due = [step for step in range(50) if length.begins(3)]
+    rounds = [length.begin([torch.ones(1000)], share=1.0, size=3) for _ in range(50)]
+    due = [step for step, sample in enumerate(rounds) if sample is not None]
     assert due == [*range(FIRST), *range(FIRST, 50, EVERY)]
 
 

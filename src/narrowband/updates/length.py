@@ -99,17 +99,13 @@ class MeasuredLength(Length):
         self.rounds = 0
 
     def begin(self, updates: Sequence[Tensor], *, share: float, size: int) -> Tensor | None:
-        return self.sample(updates, share=share) if self.begins(size) else None
-
-    def begins(self, size: int) -> bool:
-        """Begin a round among ``size`` replicas. Return whether the length is measured in this round."""
         if size != self._size:
             self._own = self._mean = 0.0
             self._size, self.rounds = size, 0
             self.value = min(self.value, math.sqrt(size))
         due = self.rounds < FIRST or self.rounds % EVERY == 0
         self.rounds += 1
-        return due
+        return self.sample(updates, share=share) if due else None
 
     @property
     def nbytes(self) -> int:
