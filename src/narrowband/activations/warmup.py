@@ -75,6 +75,7 @@ def _use_once(
                     )  # fmt: skip
                 for result in (out, out.float()) if policy.derive else (out,):  # derived results are rounded last
                     kernels.dequantize_rows(codes, result, rows, ranges, bits=width)
+        low, high = kernels.row_extremes(x, shapes[0])
         kernels.dwarfed_rows(x, shapes[0], (high - low)[None])
         if running:
             kernels.learn_ranges(torch.stack((high - low, low)), low, high, policy.decay)

@@ -48,7 +48,6 @@ def dwarfed_rows(x: Tensor, rows: Rows, widths: Tensor) -> Tensor:
         x: The elements, at least one, float32 or bfloat16, as :func:`~narrowband.kernels.quantize_rows` takes them.
         rows: How the elements are cut.
         widths: W sets of widths, float32 (W, parts · groups): one width for the range of every group of every part.
-            Anything behind these in a set is ignored.
 
     Returns:
         W bools, on the tensor's device.

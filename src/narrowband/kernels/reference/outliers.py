@@ -27,7 +27,6 @@ def dwarfed_by_extremes(
 ) -> Tensor:
     """Implement :func:`dwarfed_rows` with ``extremes``, a backend's loop for :func:`row_extremes`."""
     parts, outer, groups, inner = rows.parts, rows.outer, rows.groups, rows.inner
-    widths = widths[:, : parts * groups]
     joined, pieces = pieces_of(rows)
 
     def magnitudes(cut: Rows) -> Tensor:
