@@ -5,10 +5,9 @@
     with forking() as forked:
         run(LabConfig(nodes=2), forked("import torch.distributed as dist; ..."))
 
-The lab starts a small program per rank, which passes its environment, its output and its namespaces on to the server
-that ``forking`` has started, and ends as the process does that runs the code. The server comes from the fork server of
-:mod:`tests.ranks`, whose processes have imported PyTorch, Numba and narrowband. A process of a lab alone sees the lab's
-``/etc/hosts``: these see the machine's.
+The lab starts a small program per rank, which passes its environment, its output, its namespaces and the lab's
+``/etc/hosts`` on to the server that ``forking`` has started, and ends as the process does that runs the code. The
+server comes from the fork server of :mod:`tests.ranks`, whose processes have imported PyTorch, Numba and narrowband.
 """
 
 from __future__ import annotations
@@ -32,13 +31,19 @@ __all__ = ["forking"]
 
 _POLL_S = 0.02
 
+# Flags of mount and unshare, from the kernel's headers.
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_CLONE_NEWNS = 0x20000
+
 #: What the lab starts. Its namespaces go with it when it ends, so it waits.
 _CLIENT = """
 import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect(sys.argv[1])
 spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in ("user", "net", "uts")]
-told = json.dumps({"environment": dict(os.environ), "code": sys.argv[2], "arguments": sys.argv[3:]}).encode()
+hosts = open("/etc/hosts").read()
+told = {"environment": dict(os.environ), "hosts": hosts, "code": sys.argv[2], "arguments": sys.argv[3:]}
+told = json.dumps(told).encode()
 socket.send_fds(server, [len(told).to_bytes(4, "big")], [1, 2, *spaces])
 server.sendall(told)
 sys.exit(int.from_bytes(server.recv(1) or b"\\x01", "big"))
@@ -107,10 +112,9 @@ def _run(told: dict[str, Any], out: int, err: int, spaces: list[int]) -> NoRetur
     os.dup2(err, 2)
     sys.stdout, sys.stderr = (os.fdopen(each, "w", buffering=1) for each in (1, 2))
     own = os.stat("/proc/self/ns/user").st_ino
-    call = ctypes.CDLL(None, use_errno=True).setns
     for space in spaces[os.fstat(spaces[0]).st_ino == own :]:
-        if call(space, 0):
-            raise OSError(ctypes.get_errno(), "setns")
+        _call("setns", space, 0)
+    _see(told["hosts"])
     os.environ.clear()
     os.environ.update(told["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -126,3 +130,21 @@ def _run(told: dict[str, Any], out: int, err: int, spaces: list[int]) -> NoRetur
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _see(hosts: str) -> None:
+    """Let this process have an ``/etc/hosts`` of its own, where that is allowed. The lab's mounts would not do: its
+    ``/proc`` does not know processes that it has not started.
+    """
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile("w") as file:
+        file.write(hosts)
+        file.flush()
+        _call("unshare", _CLONE_NEWNS)
+        _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+        _call("mount", file.name.encode(), b"/etc/hosts", None, _MS_BIND, None)
+
+
+def _call(name: str, *arguments: int | bytes | None) -> None:
+    longs = [ctypes.c_ulong(each) if isinstance(each, int) else each for each in arguments]
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*longs):
+        raise OSError(ctypes.get_errno(), name)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from narrowband.errors import UnsupportedError
 from narrowband.lab import LabConfig, requirements, run
 from narrowband.lab.supervisor import cores_of
+from tests.forked import forking
 from tests.lab.processes import LIMIT_S, lacking, python
 from tests.thorough import thorough
 
@@ -125,9 +126,9 @@ def test_gloo_works_and_the_counters_match_its_traffic(card: str) -> None:
         dist.destroy_process_group()
     """
     world, nbytes = 2, 4_000_000
-    report = run(
-        LabConfig(nodes=world, rate="200mbit", timeout_s=LIMIT_S), python(code), env={"GLOO_SOCKET_IFNAME": card}
-    )
+    config = LabConfig(nodes=world, rate="200mbit", timeout_s=LIMIT_S)
+    with forking() as forked:
+        report = run(config, forked(code), env={"GLOO_SOCKET_IFNAME": card})
     assert report.exit_code == 0
     # a ring gathers in (N - 1) · size and reduces in 2 · (N - 1) / N · size, sent by every rank
     expected = (world - 1) * nbytes + 2 * (world - 1) / world * nbytes

@@ -20,6 +20,7 @@ from narrowband.lab import LabConfig
 from narrowband.lab import run as run_lab
 from narrowband.transport.datagram import HEADER_BYTES
 from narrowband.transport.multicast import Multicast
+from tests.forked import forking
 from tests.ranks import run_ranks
 from tests.transport.exchanges import ETHERNET, LIMIT_S, content, everything, places, transport
 
@@ -129,11 +130,9 @@ IN_LAB = """
 @pytest.mark.lab
 def test_over_a_switch_a_buffer_passes_its_senders_link_once(capfd):
     world, nbytes = 3, 3_000_000
-    report = run_lab(
-        LabConfig(nodes=world, rate="200mbit", timeout_s=LIMIT_S),
-        [sys.executable, "-c", textwrap.dedent(IN_LAB), str(nbytes)],
-        env={"PYTHONPATH": str(Path(nb.__file__).parents[1])},
-    )
+    config = LabConfig(nodes=world, rate="200mbit", timeout_s=LIMIT_S)
+    with forking() as forked:
+        report = run_lab(config, forked(IN_LAB, str(nbytes)))
     assert report.exit_code == 0, capfd.readouterr().err
     for line in capfd.readouterr().out.splitlines():
         rank, counted = json.loads(line.partition("] ")[2])
