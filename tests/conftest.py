@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import tempfile
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import garbage
 from tests.lab.processes import lacking
 
 if TYPE_CHECKING:
@@ -63,18 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Take all modules and tests out of what the garbage collector looks at: in a long run there are a million objects,
-    and every full collection would take half a second, of which some tests need many.
-    """
-    gc.collect()
-    gc.freeze()
+    """Modules and tests are nobody's garbage."""
+    garbage.pass_by_what_is_here()
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Take them out again behind a file whose tests put them back."""
-    if nextitem is not None and nextitem.path != item.path and not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    garbage.pass_by_what_came()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

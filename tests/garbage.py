@@ -1,4 +1,4 @@
-"""Garbage that acts when it is collected, at a chosen allocation."""
+"""What the garbage collector looks at, and garbage that acts when it is collected, at a chosen allocation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,26 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 
-__all__ = ["collected_after"]
+__all__ = ["collected_after", "pass_by_what_came", "pass_by_what_is_here"]
+
+#: Objects that take a collection some hundredths of a second, and many more than a test leaves.
+_MANY = 50_000
+
+
+def pass_by_what_is_here() -> None:
+    """Take all objects out of what the garbage collector looks at: in a long run there are a million of them, and every
+    full collection would take half a second, of which some tests need many.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pass_by_what_came() -> None:
+    """Do so again behind a test that has left many objects, or has put the others back. The first one that compiles
+    imports a quarter of PyTorch.
+    """
+    if len(gc.get_objects()) > _MANY:
+        pass_by_what_is_here()
 
 
 class _Cycle:
