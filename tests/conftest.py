@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import garbage
+from tests import garbage, guards
 from tests.lab.processes import lacking
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Modules and tests are nobody's garbage."""
+    guards.measure_none()
     garbage.pass_by_what_is_here()
 
 

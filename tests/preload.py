@@ -12,5 +12,7 @@ import torch._inductor.compile_fx
 import torch.distributed.pipelining  # noqa: F401
 
 import narrowband.bench.imports  # noqa: F401
+from tests import guards
 
+guards.measure_none()
 gc.freeze()  # what is here already is nobody's garbage: collections in ranks pass it by, and its pages stay shared
