@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -60,6 +60,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
+def imports_trainers(nodeid: str) -> bool:
+    return nodeid.startswith("tests/integrations/") or "[docs/how-to/trainers.md]" in nodeid
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one of the processes that run files have all tests whose ranks import Accelerate, Lightning or Transformers:
+    that takes each rank seconds, and ranks are used again within a process.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class TrainersTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "trainers" if imports_trainers(nodeid) else super()._split_scope(nodeid)
+
+    return TrainersTogether(config, log)
 
 
 def pytest_collection_finish() -> None:
