@@ -176,7 +176,7 @@ class TopK(SelectingCodec):
 
     def _nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
         k, n = self.kept(shape), check_numel(numel_of(shape))
-        return self.values_nbytes(entries(k, n, self.indices)) + aligned(index_nbytes(k, n, self.indices))
+        return values_nbytes(entries(k, n, self.indices), self.values) + aligned(index_nbytes(k, n, self.indices))
 
     def _encode(self, x: Tensor, shape: Shape, dtype: torch.dtype, out: Tensor, seed: int) -> None:
         at = self.largest(x, shape, self.kept(shape) // self.rows(shape), seed=seed)
@@ -246,12 +246,12 @@ class TopK(SelectingCodec):
         values = x.detach().reshape(-1).index_select(0, places).float()
         if places.numel() > 1:  # sampled selection repeats the last place, whose value is sent once
             values[1:].masked_fill_(places[1:] == places[:-1], 0.0)
-        out = torch.empty(self.values_nbytes(places.numel()), dtype=torch.uint8, device=x.device)
+        out = torch.empty(values_nbytes(places.numel(), self.values), dtype=torch.uint8, device=x.device)
         write_values(values, self.values, out)
         return out
 
     def decode_at(self, payload: Tensor, places: Tensor, out: Tensor) -> Tensor:
-        expected = self.values_nbytes(places.numel())
+        expected = values_nbytes(places.numel(), self.values)
         if payload.dtype != torch.uint8 or tuple(payload.shape) != (expected,):
             raise PayloadError(
                 f"expected a uint8 payload of shape ({expected},) for {places.numel()} values of {self}, got "
@@ -321,13 +321,13 @@ class TopK(SelectingCodec):
         finite, at, values = kernels.compensate_select_topk_all(xs, ks, tails, residuals=residuals, decay=decay)
         if not residuals:
             return write_all_values(values, self.values, heads) and finite
-        fits, left = self.round_all(values, heads)
+        fits, left = round_all_values(values, self.values, heads)
         kernels.sparse_accumulate_all(residuals, at, left)
         return finite and fits
 
     def cut_all(self, payloads: Sequence[Tensor], ks: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parts of several payloads that hold k values each, and the parts that hold their indices."""
-        cuts = [self.values_nbytes(k) for k in ks]
+        cuts = [values_nbytes(k, self.values) for k in ks]
         pairs = [*zip(payloads, cuts, strict=True)]
         return [own[:cut] for own, cut in pairs], [own[cut:] for own, cut in pairs]
 
@@ -397,7 +397,7 @@ class TopK(SelectingCodec):
         begins, ks, values = [place.start for place in places], [self.kept(shape) for shape in shapes], list[Tensor]()
         if self.values != "fp32":
             values = read_all_values(payloads, self.values, begins, ks)
-            begins = [begin + self.values_nbytes(k) for begin, k in zip(begins, ks, strict=True)]
+            begins = [begin + values_nbytes(k, self.values) for begin, k in zip(begins, ks, strict=True)]
         weight = 1.0 / payloads.shape[0]
         kernels.sparse_sum_all(outs, payloads, begins, ks, weight, values=values, accumulate=accumulate)
 
@@ -407,7 +407,7 @@ def _layout(codec: TopK, shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Return how many elements a payload keeps, how many values it has room for, and how many bytes these take."""
     k = codec.kept(shape)
     number = entries(k, numel_of(shape), codec.indices)
-    return k, number, codec.values_nbytes(number)
+    return k, number, values_nbytes(number, codec.values)
 
 
 @dataclass(frozen=True)

@@ -161,12 +161,13 @@ class RoundedSums:
 
     def saved(self, key: str, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the stored bytes, in some parts, each with the part of a gradient's memory that it was saved in."""
-        pairs = zip(self.of[key], self._memory(key, x), strict=True)
-        return [place for kept, memory in pairs for place in kept.places(memory)]
+        (now, velocity), (first, second) = self.of[key], self._memory(key, x)
+        return [*now.places(first), *velocity.places(second)]
 
     def _memory(self, key: str, x: Tensor) -> list[Tensor]:
         """Return the slices of a gradient's memory for the sum and for the velocity."""
-        sizes = [kept.nbytes for kept in self.of[key]]
+        now, velocity = self.of[key]
+        sizes = [now.nbytes, velocity.nbytes]
         return list(torch.split(x.view(-1).view(torch.uint8)[: sum(sizes)], sizes))
 
     def parts(self, key: str) -> dict[str, Tensor]:
