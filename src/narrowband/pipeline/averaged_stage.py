@@ -135,16 +135,21 @@ class AveragedStage(PipelineStage):
 
     @contextlib.contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        """Run the module without averaging gradients and without compressing saved tensors.
+        """Run the module such that nothing is left of the run, without averaging gradients and without compressing
+        saved tensors.
 
         Where shapes are not given, PyTorch infers them before the first step: it runs a stage forward on uninitialized
         memory, and backward to its inputs. :func:`~narrowband.compress_activations` must neither learn ranges from that
         run nor count its bytes, so hooks here save tensors unchanged. DDP must not prepare to average either: it would
-        average after the first micro-batch, and again after the last.
+        average after the first micro-batch, and again after the last. Buffers, such as the statistics of batch norm,
+        and the states of random generators are restored: a run that resumes infers shapes, too, and has to go on with
+        the same bits.
         """
         model = ddp_of(self.submod) or averaging_of(self.submod)
         waiting = contextlib.nullcontext() if model is None else model.no_sync()
-        with waiting, torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
+        plain = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is)
+        drawing = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        with waiting, plain, drawing, _restored(self.submod):
             yield
 
     @property
@@ -158,3 +163,16 @@ class AveragedStage(PipelineStage):
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Restore all buffers of a module at the end."""
+    before = [(own, name, x, x.clone()) for own in module.modules() for name, x in own.named_buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for own, name, x, was in before:
+            if getattr(own, name) is not x:
+                setattr(own, name, x)
+            x.data.copy_(was)  # not x itself: a backward pass that comes later may have saved it

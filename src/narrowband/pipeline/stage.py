@@ -213,6 +213,11 @@ class CompressedStage(AveragedStage):
         self._transfers.numbers.add(num_microbatches)
         return result
 
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        self.chunks = max(self._transfers.numbers)  # otherwise PyTorch takes no more than the schedule that began last
+        return result
+
     # ---- sending and receiving ---------------------------------------------------------------------------------------
 
     def _packed(
