@@ -133,3 +133,31 @@ def partly_used(rank, world_size):
 
 def test_parameters_without_a_gradient_in_some_steps():
     assert max(run_ranks(partly_used, 2)) < 0.02
+
+
+def frozen_in_turn(rank, world_size, spec):
+    """Gradients where another matrix of the same size is frozen in each pass, and where they are not compressed."""
+    found = []
+    for gradients in ("none", spec):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 8), nn.Linear(8, 24), nn.Linear(24, 24)))
+        compress(model, gradients=gradients, parameters="none")
+        for at in (0, 3):
+            model.zero_grad()
+            for number, layer in enumerate(model):
+                layer.requires_grad_(number != at)
+            model(torch.ones(5, 24) + rank).square().mean().backward()
+            found.append({n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None})
+    return found
+
+
+def test_layers_that_are_frozen_in_turn_do_not_change_places():
+    """Biases went into groups of four bits, as did parts of two matrices together."""
+    *exact, first, second = run_ranks(frozen_in_turn, 2, "uniform:bits=4")[0]
+    for whole_gradients, compressed in zip(exact, (first, second), strict=True):
+        assert len(compressed) == 6
+        for name, g in whole_gradients.items():
+            if name.endswith("bias"):
+                assert torch.equal(compressed[name], g)
+            else:
+                assert (compressed[name] - g).abs().max() < 0.1 * g.abs().max()

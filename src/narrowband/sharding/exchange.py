@@ -96,7 +96,7 @@ class _Exchange:
         return self._peers[id(group)]
 
     def _message(self, layout: Layout, codec: Codec, dtype: torch.dtype) -> Message:
-        key = (dtype, *(shard.parameter.requires_grad for shard in layout.shards), layout.numel)
+        key = (dtype, *((shard.numel, shard.compressed) for shard in layout.shards))
         if key not in self._messages:
             self._messages[key] = Message(layout, codec, dtype)
         return self._messages[key]
