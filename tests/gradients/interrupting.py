@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 import random
 import sys
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from torch import nn
 
 import narrowband as nb
 from tests.gradients.training import compress, wrap
-from tests.ranks import RankError, run_ranks
+from tests.interrupted import leaves, main
 
 STEPS = 16
 
@@ -42,6 +40,8 @@ LAYER_SPECS = {
     "ef21": ("topk:density=0.3", "uniform:bits=4"),
     "": ("uniform:bits=4", "topk:density=0.2", "none", "sign", "qsgd:bits=8", "powersgd:rank=1"),
 }
+
+POLICIES = ("lgreco", "accordion", "topk", "kmeans", "threshold")
 
 #: What an interruption may be, and how often it comes.
 WAYS = ("saves", "resumes", "resumes", "attaches")
@@ -80,7 +80,7 @@ class Loop:
         self.dtype = draw.choice([torch.float32, torch.float32, torch.float32, torch.bfloat16])
         self.method = next((name for name in ("dgc", "ef21") if name in self.spec), "")
         self.options = {"min_numel": draw.choice([64, 400]), "seed": seed}
-        self.policy = not self.method and draw.random() < 0.25
+        self.policy = not self.method and draw.random() < 0.25 and random.Random(f"policy {seed}").choice(POLICIES)
         if self.kind != "unused" and draw.random() < 0.4:
             self.options["small"] = draw.choice(["fused", "topk:density=0.3"])
         if self.options.get("small") == "fused" and self.spec.startswith("powersgd"):
@@ -103,7 +103,7 @@ class Loop:
         plain = self.kind in ("ddp", "view", "unused") and not (self.scaled or self.momentum)
         self.ends_early = plain and draw.random() < 0.6
         self.data = torch.Generator().manual_seed(10 * seed + dist.get_rank())
-        self.interruptions = []
+        self.interruptions, self.steps = [], 0
         self.make(Net(self.dtype))
 
     def __str__(self):
@@ -137,7 +137,14 @@ class Loop:
         spec = self.spec
         if self.policy:
             choices = ["uniform:bits=2", "uniform:bits=6", "topk:density=0.1", "none"]
-            spec = nb.LGreCo("uniform:bits=4+ef", choices=choices, every=4, last=2)
+            policies = {
+                "lgreco": lambda: nb.LGreCo("uniform:bits=4+ef", choices=choices, every=4, last=2),
+                "accordion": lambda: nb.Accordion("topk:density=0.3+ef", "topk:density=0.05+ef", every=3),
+                "topk": lambda: nb.GlobalTopK(0.1, every=2),
+                "kmeans": lambda: nb.KMeans("uniform:bits=4+ef", every=3, clusters=2),
+                "threshold": lambda: nb.HardThreshold(0.01, every=2),
+            }
+            spec = policies[self.policy]()
         averaging = nb.Averager if self.kind == "call" else compress
         self.handle = averaging(self.trained, spec, grad_scaler=self.scaler if self.scaled else None, **self.options)
 
@@ -183,6 +190,10 @@ class Loop:
                 self.handle.set_layers(specs)
 
     def step(self):
+        self.steps += 1
+        if self.ends_early and self.steps % 6 == 0:
+            self.last_batches()
+            return
         draw, model = self.draw, self.model
         self.change()
         stepping = (
@@ -256,90 +267,18 @@ class Loop:
                 found |= {f"{at} {number} {k}": x.clone() for k, x in own.items() if torch.is_tensor(x)}
         return found
 
+    def state(self):
+        """All that feedback holds."""
+        state = self.handle.state_dict()
+        return leaves({"": state["feedback"], **state["others"]})
 
-def run(seed, *, interrupted):
-    """The bits after each step, what feedback holds in the last state, and the loop in words."""
-    loop, trace = Loop(seed, interrupted=interrupted), []
-    for at in range(STEPS):
-        if at:
-            loop.interrupt()
-        if loop.ends_early and at % 6 == 5:
-            loop.last_batches()
-        else:
-            loop.step()
-        if interrupted == "saves":
-            loop.handle.state_dict()
-        trace.append(loop.bits())
-    state = loop.handle.state_dict()
-    held = {"": state["feedback"], **state["others"]}
-    found = {f"{kind} {name}": x.clone() for kind, own in held.items() for name, x in own.items()}
-    loop.handle.remove()
-    return trace, found, str(loop)
+    def in_common(self):
+        """What all ranks have in common: all but momentum, which each has of its own while averages wait."""
+        return {name: x for name, x in self.bits().items() if "buffer" not in name}
 
-
-def differences(a, b):
-    """The names of what differs in two dictionaries of tensors, in which NaN equals NaN."""
-    names = sorted(a.keys() | b.keys())
-    return [
-        name
-        for name in names
-        if name not in a or name not in b or not torch.equal(a[name].nan_to_num(7.0), b[name].nan_to_num(7.0))
-    ]
-
-
-def problems(rank, world_size, seeds):
-    """Seed → what does not hold, if anything does not."""
-    found, logger = {}, logging.getLogger("narrowband")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        _look(seeds, world_size, found)
-    finally:
-        logger.setLevel(level)  # of a process that later tests use, too
-    return found
-
-
-def _look(seeds, world_size, found):
-    for seed in seeds:
-        whole, held, said = run(seed, interrupted=False)
-        for how in ("saves", True):
-            again, held_again, _ = run(seed, interrupted=how)
-            pairs = [*zip(whole, again, strict=True), (held, held_again)]
-            for at, names in enumerate(differences(a, b) for a, b in pairs):
-                if names:
-                    found.setdefault(seed, f"{said}: {how}: step {at} of {STEPS} differs in {names[:6]}")
-        of_all = [None] * world_size
-        dist.all_gather_object(of_all, [{k: x for k, x in each.items() if "buffer" not in k} for each in whole])
-        for at, each in enumerate(zip(*of_all, strict=True)):
-            if any(differences(each[0], other) for other in each[1:]):
-                found.setdefault(seed, f"{said}: replicas part at step {at}")
-
-
-def broken(seeds, size=2):
-    """Seed → what does not hold on any of so many ranks."""
-    seeds, found = list(seeds), {}
-    try:
-        for each in run_ranks(problems, size, seeds, timeout_s=60.0 + 15.0 * len(seeds), grace_s=2.0):
-            found |= each
-    except RankError as error:
-        if len(seeds) == 1:
-            return {seeds[0]: str(error)}
-        for seed in seeds:  # one by one, to find out which it was
-            found |= broken([seed], size)
-    return found
-
-
-def main(begin, end, size="2"):
-    warnings.simplefilter("ignore")
-    begin, end = int(begin), int(end)
-    found = {}
-    for first in range(begin, end, 10):
-        for seed, text in broken(range(first, min(first + 10, end)), int(size)).items():
-            found[seed] = text
-            print(seed, text, sep="\n    ", flush=True)
-    print(f"{len(found)} of {end - begin} are broken")
-    return int(bool(found))
+    def close(self):
+        self.handle.remove()
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main("tests.gradients.interrupting", *sys.argv[1:])
