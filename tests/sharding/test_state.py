@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from narrowband.sharding import handle as handles
+from tests.gradients.shards import mesh_of as replicas_of
 from tests.gradients.shards import shard, whole
 from tests.gradients.training import mlp, refusal
 from tests.ranks import run_ranks
@@ -133,3 +134,22 @@ def test_states_that_do_not_fit_change_nothing_on_any_rank():
     for refused, *same in run_ranks(bad_states, 2):
         assert all(each is not None and each[0] in ("ValueError", "DisagreementError") for each in refused.values())
         assert all(same)
+
+
+def one_bad_state_among_replicas(rank, world_size):
+    """Two replicas in shards; of one replica, one rank has no state."""
+    model = shard(mlp(), replicas_of(2, world_size // 2))
+    handle = compress(model, **FINE)
+    train(model, rank, range(2), adamw(model))
+    good = copy.deepcopy(handle.state_dict())
+    train(model, rank, range(2, 4), adamw(model))
+    before = handle.state_dict()["calls"]
+    refused = refusal(lambda: handle.load_state_dict(good if rank else {}))
+    same = handle.state_dict()["calls"] == before
+    handle.load_state_dict(good)
+    return refused and refused[0], same, handle.state_dict()["calls"] == good["calls"]
+
+
+def test_a_state_that_does_not_fit_on_one_rank_is_loaded_by_no_replica():
+    found = run_ranks(one_bad_state_among_replicas, 4)
+    assert found == [("ValueError", True, True), *[("DisagreementError", True, True)] * 3]

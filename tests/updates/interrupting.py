@@ -272,13 +272,13 @@ class Loop:
         stepping = draw.sample(self.optimizers, draw.choice([1, len(self.optimizers)])) if self.turns else []
         stepping = [each for each in self.optimizers if not stepping or each in stepping]
         frozen = [name for name in "ab" if draw.random() < 0.2]
-        of_one = draw.choice(["a", "b", *[None] * 6]), draw.choice([0, 1])  # which one rank alone freezes
+        of_one = draw.choice(["a", "b", *[None] * 6]), draw.choice([0, 1])  # what one rank alone freezes
         passes, short = draw.choice([1, 1, 2]), draw.random() < 0.2
         spoils = draw.choice([0, 1, -1, -1, -1, -1]) == self.rank
         broken = draw.choice([(0, "a"), (1, "b"), *[(None, "")] * 8])
         self.broken = broken[1] if broken[0] == self.rank else None
         for name in "ab":
-            own = of_one[0] == name and of_one[1] == self.rank
+            own = of_one == (name, self.rank) and not self.scaled  # no scaler steps without a gradient
             getattr(model, name).requires_grad_(name not in frozen and not own)
         for _ in range(passes):
             loss = self.forward(torch.randn(5, 16, generator=self.data), short=short).square().mean()

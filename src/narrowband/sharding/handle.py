@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowband.averaging.agreement import Agreement, agree_in_all
+from narrowband.averaging.agreement import Agreement, agree_in_all, agreement_in
 from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.warmup import FAILED
 from narrowband.collectives import Peers, all_reduce_nbytes
@@ -73,6 +73,7 @@ class ShardCompression:
         parameters: the codec of parameters; None: they are not compressed.
         referenced: whether differences of parameters are sent.
         seed: seed of stochastic rounding.
+        groups: the process groups in which ranks train the model together.
         failure: the error of this rank's warm-up, if there was one. It is raised on all ranks.
     """
 
@@ -85,6 +86,7 @@ class ShardCompression:
         *,
         referenced: bool,
         seed: int,
+        groups: Sequence[dist.ProcessGroup],
         failure: Exception | None,
     ) -> None:
         self._codecs = (gradients, parameters)
@@ -110,11 +112,13 @@ class ShardCompression:
             )
             self._gradients.append(sender)
             self._parameters.append(gatherer)
-        groups = [_group_of(layout) for _, layout in modules]
-        self.process_group = groups[0]
+        of_modules = [_group_of(layout) for _, layout in modules]
+        self.process_group = of_modules[0]
         self._among: dict[str, tuple[Peers, list[ParameterExchange]]] = {}
-        for group, exchange in zip(groups, self._parameters, strict=True):
+        for group, exchange in zip(of_modules, self._parameters, strict=True):
             self._among.setdefault(group.group_name, (Peers.of(group), []))[1].append(exchange)
+        #: Groups of ranks that hold the same shards of several replicas.
+        self._across = [group for group in groups if group.group_name not in self._among]
         self._device = next(model.parameters()).device
         names = {
             layout.module: ", ".join(shard.name for shard in layout.shards if shard.compressed) or "none"
@@ -210,7 +214,15 @@ class ShardCompression:
             facts["modules"] = ", ".join(state["sent"])
             facts["calls"] = str([each["calls"] for each in state["sent"].values()])
             facts["dtypes"] = str([each["reference"].dtype for each in state["sent"].values()])
-        self._agree(facts, _LOAD_ADVICE, ValueError(problem) if problem else None)
+        failure = ValueError(problem) if problem else None
+        try:
+            try:
+                self._agree(facts, _LOAD_ADVICE, failure)
+            except ValueError as error:  # other replicas must not load theirs
+                failure = error
+            agree_in_all(map(agreement_in, self._across), {"call": "load_state_dict"}, _LOAD_ADVICE, failure)
+        finally:
+            del failure  # it refers to this frame
         for sender in self._gradients:
             sender.calls = state["calls"][sender.layout.module]
         for each in self._parameters:

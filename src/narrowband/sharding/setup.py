@@ -93,7 +93,15 @@ def compress_shards(
     codecs = [codec for codec in chosen if codec is not None]
     units: list[Any] = units_of(module)
     failure = _warm_up(codecs, module)
-    handle = ShardCompression(module, modules, *chosen, referenced=references, seed=seed, failure=failure)
+    handle = ShardCompression(
+        module,
+        modules,
+        *chosen,
+        referenced=references,
+        seed=seed,
+        groups=groups_of_replica(module),
+        failure=failure,
+    )
     _handles.update((unit, weakref.ref(handle)) for unit in units)
     matrices = any(shard.compressed for _, layout in modules for shard in layout.shards)
     if codecs and not matrices and dist.get_rank(handle.process_group) == 0:
