@@ -12,8 +12,8 @@ from tests.thorough import thorough
 
 LOOPS = "tests.pipeline.interrupting"
 
-#: Statistics of batch norm once were other ones in each run.
-SEEDS = (6, 9)
+#: The statistics of its batch norm once were other ones in each run.
+SEEDS = (9,)
 
 
 @pytest.mark.parametrize("seeds", [SEEDS, *thorough(*(range(at, at + 10) for at in range(200, 230, 10)))])
