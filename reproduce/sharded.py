@@ -147,7 +147,13 @@ _LEGEND: Legend = (
     (SCORE[0], f"held-out perplexity, {SCORE[1]}; the loss is its logarithm"),
     LESS,
     ("sent", "by one rank in a step of the last epoch"),
-    ("ratio", "how many times less that is than what FSDP2 sends in float32, parameters twice and gradients once"),
+    (
+        "ratio",
+        (
+            "how many times less that is than what FSDP2 sends in float32: parameters twice, and gradients twice, since "
+            "the reduce-scatter of gloo is an all-reduce (over NCCL it is not)"
+        ),
+    ),
     ("step", "the median of the last epoch on rank 0, without a slow link, however busy the machine was"),
 )
 
