@@ -150,8 +150,8 @@ _LEGEND: Legend = (
     (
         "ratio",
         (
-            "how many times less that is than what FSDP2 sends in float32: parameters twice, and gradients twice, since "
-            "the reduce-scatter of gloo is an all-reduce (over NCCL it is not)"
+            "how many times less that is than what FSDP2 sends in float32: parameters twice, and gradients twice, "
+            "since the reduce-scatter of gloo is an all-reduce (over NCCL it is not)"
         ),
     ),
     ("step", "the median of the last epoch on rank 0, without a slow link, however busy the machine was"),

@@ -84,6 +84,7 @@ class Config:
 
     codecs: tuple[str, ...] = (
         "qsgd:bits=4",
+        "eden:bits=1",
         "topk:density=0.01+ef",
         "updates topk:density=0.01+ef",
         "updates sign+ef",
