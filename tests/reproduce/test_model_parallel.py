@@ -251,7 +251,10 @@ CLAIMS = (
     "raises the held-out loss",
     "language model, 8 bits:",
     "language model, 8 bits, gradients 4:",
+    "language model, 8 bits, gradients 2 rotated:",
+    "language model, 8 bits, gradients 1 rotated:",
     "language model, 4 bits:",
+    "language model, 4 bits rotated:",
     "language model, top 10% from the start:",
 )
 LONG_CLAIMS = (
@@ -283,10 +286,10 @@ def test_the_papers_numbers_are_what_the_paper_claims():
 def test_rows_near_convergence_have_claims_of_their_own():
     long = both_seeds(made_up(long=True))
     claims = EXPERIMENT.claims(groups(long))
-    assert [claim.held for claim in claims] == [True] * 8 + [None] * 7
+    assert [claim.held for claim in claims] == [True] * 8 + [None] * 10
     assert all(claim.text.endswith(f", after {LONG} epochs") for claim in claims[:8])
     both = EXPERIMENT.claims(groups(long + both_seeds(made_up())))
-    assert [claim.held for claim in both] == [True] * 23
+    assert [claim.held for claim in both] == [True] * 26
     assert sum(", after 5 epochs" in claim.text for claim in both) == 8
 
 

@@ -57,12 +57,13 @@ def test_claims_turn_with_losses_and_bytes():
 
 def test_every_row_says_what_is_sent():
     for name, own in ROWS.items():
-        bits = re.match(r"(\d+) and (\d+) bits", name)
+        bits = re.match(r"(\d+)(?: rotated)? and (\d+) bits", name)
         if bits is None:
             assert (own.spec, own.gathered) == ("none", "none")
             continue
         for spec, said in ((own.spec, bits[1]), (own.gathered, bits[2])):
             assert said in re.findall(r"\d+", spec)
+        assert own.spec.startswith("eden:") == ("rotated" in name)
         assert own.references is not (name.endswith("no references") or said == "16")
 
 

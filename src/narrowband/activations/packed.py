@@ -29,6 +29,7 @@ from narrowband.activations.layout import Arrangement
 from narrowband.activations.outliers import EXTREME, Outliers
 from narrowband.activations.ranges import JUMP, WIDE, Estimates, drift
 from narrowband.kernels import Affine, Rows, Standard
+from narrowband.kernels.rows import FEWEST_ZEROED
 
 if TYPE_CHECKING:
     from narrowband.activations.arena import Arena
@@ -99,7 +100,9 @@ class Payload:
             seed: the seed of stochastic rounding.
             own: whether the ranges are those of neighbours in this tensor, one range for each part.
         """
-        self.ranges = kernels.code_ranges(estimate, bits=self.bits, symmetric=symmetric)
+        self.ranges = kernels.code_ranges(
+            estimate, bits=self.bits, symmetric=symmetric, zeroed=self.bits >= FEWEST_ZEROED
+        )
         if own and self.bits == 2 and not symmetric:
             self._zero_the_sparse(x, estimate)
         kernels.quantize_rows(x, self.codes, self.rows, *self.ranges, bits=self.bits, stochastic=stochastic, seed=seed)
@@ -112,7 +115,9 @@ class Payload:
         x_GM = x.view(self.rows.parts, -1)
         some = x_GM[:, :: max(1, x_GM.shape[1] // _LOOKED_AT)]
         sparse = is_sparse(some, self.ranges[1][:, None], self.bits).view(-1)
-        self.ranges = torch.where(sparse, kernels.code_ranges(estimate, bits=self.bits, zeroed=True), self.ranges)
+        self.ranges = torch.where(
+            sparse, kernels.code_ranges(estimate, bits=self.bits, symmetric=False, zeroed=True), self.ranges
+        )
 
     @property
     def nbytes(self) -> int:

@@ -65,7 +65,7 @@ def _use_once(
             low, high = kernels.row_extremes(x, rows)
             for width in bits:
                 known = torch.stack((high - low, low))
-                ranges = kernels.code_ranges(known, bits=width, symmetric=policy.symmetric)
+                ranges = kernels.code_ranges(known, bits=width, symmetric=policy.symmetric, zeroed=True)
                 codes = torch.empty(rows.nbytes(width), dtype=torch.uint8, device="cpu")
                 kernels.quantize_rows(x, codes, rows, *ranges, bits=width, stochastic=stochastic)
                 if running:

@@ -240,7 +240,7 @@ def quantize_rows_adapting(
     return result
 
 
-def code_ranges(estimates: Tensor, *, bits: int, symmetric: bool = False, zeroed: bool | None = None) -> Tensor:
+def code_ranges(estimates: Tensor, *, bits: int, symmetric: bool, zeroed: bool) -> Tensor:
     """Return low and step of codes for estimates of ranges: (2, groups) float32, as :func:`dequantize_rows` takes them.
 
     Args:
@@ -248,15 +248,13 @@ def code_ranges(estimates: Tensor, *, bits: int, symmetric: bool = False, zeroed
         bits: 2, 4 or 8.
         symmetric: make ranges as wide below zero as above. The code 2**(bits − 1) − 1 stands for zero, and the last
             code is not used.
-        zeroed: whether a level of each range that contains zero has to be zero; if not given, with 4 and 8 bits.
+        zeroed: widen each range that contains zero until one of its levels is zero, unless it is symmetric.
 
     Example:
-        >>> code_ranges(torch.tensor([[15.0], [-0.5]]), bits=4)  # 15 levels from −0.5 to 14.5
-        tensor([[-1.0358],
-                [ 1.0358]])
+        >>> code_ranges(torch.tensor([[15.0], [-0.5]]), bits=4, symmetric=False, zeroed=True)
+        tensor([[-1.0357],
+                [ 1.0357]])
     """
-    if zeroed is None:
-        zeroed = bits >= FEWEST_ZEROED
     result: Tensor = backend_of(estimates).code_ranges(estimates, bits=bits, symmetric=symmetric, zeroed=zeroed)
     return result
 
