@@ -249,7 +249,7 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
                 margin=None if apart is None else apart.margin,
                 dense_scores=tuple(dense.values()),
                 sent_bytes_per_step=statistics.mean(row["sent_bytes_per_step"] for row in own),
-                ratio=mean_of([row["ratio"] for row in own]),
+                ratio=_times_less(own, together.get((task, epochs, DENSE), [])),
                 mean_ratio=mean_of([row.get("mean_ratio") for row in own]),
                 payload_ratio=first["payload_ratio"],
                 matrix_ratio=first["matrix_ratio"],
@@ -268,6 +268,16 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
             )
         )
     return found
+
+
+def _times_less(own: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> float | None:
+    """Return how many times fewer bytes were sent than uncompressed: by FSDP2, than its own rows have sent, since that
+    depends on the backend; elsewhere as each row has counted it.
+    """
+    if dense and own[0].get("gathered"):
+        sent, uncompressed = ([float(row["sent_bytes_per_step"]) for row in rows] for rows in (own, dense))
+        return statistics.mean(uncompressed) / statistics.mean(sent)
+    return mean_of([row["ratio"] for row in own])
 
 
 def _std(scores: Sequence[float | None]) -> float | None:
