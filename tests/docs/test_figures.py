@@ -200,7 +200,7 @@ def of_steps_behind_links() -> Iterator[Said]:
         f"bits it takes {ratio(sharded, bits[0])} times as long, and in 4 bits {ratio(sharded, bits[1])} times",
     )
     less = group("sharded", "shakespeare", "8 and 8 bits").ratio
-    yield Said(README, f"which sends [{less:.1f} times less](docs/results/sharded.md) in 8 bits")
+    yield Said(README, f"which sends [{less:.1f} times less](docs/results/sharded.md) over gloo in 8 bits")
     stages = {name: f"{row['tokens_per_s']:,.0f}" for name, row in bench("pipeline-100mbit").items()}
     yield Said(
         "docs/how-to/pipeline.md",
