@@ -199,6 +199,9 @@ def of_steps_behind_links() -> Iterator[Said]:
         f"takes {ratio(sharded, 'torch: FSDP2', 0)} times as long as one of a whole model that sends nothing. In 8 "
         f"bits it takes {ratio(sharded, bits[0])} times as long, and in 4 bits {ratio(sharded, bits[1])} times",
     )
+    rotated = group("sharded", "shakespeare", "1 rotated and 4 bits")
+    yield Said("docs/how-to/fsdp.md", f"sent {rotated.ratio:.1f} times less than FSDP2 alone over gloo")
+    yield Said("docs/how-to/fsdp.md", f"{rotated.versus_dense()} from 8.00")
     less = group("sharded", "shakespeare", "8 and 8 bits").ratio
     yield Said(README, f"which sends [{less:.1f} times less](docs/results/sharded.md) over gloo in 8 bits")
     stages = {name: f"{row['tokens_per_s']:,.0f}" for name, row in bench("pipeline-100mbit").items()}
