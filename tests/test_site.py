@@ -404,7 +404,7 @@ def test_first_steps_shows_the_table_and_the_verdict_of_the_recorded_demo():
     console.print(demo_table(summary["rows"]))
     table = [line.strip() for line in console.export_text().splitlines() if line.strip()]
     assert "\n".join(table[1:]) in text  # the first is its title
-    shown = [line for line in text.splitlines() if line.startswith(("At 1", "qsgd:bits=4 sends "))]
+    shown = [line for line in text.splitlines() if line.startswith(("At 1", "eden:bits=1 sends "))]
     assert len(shown) == 4
     assert set(shown) <= set(summary["verdict"].splitlines())
 
