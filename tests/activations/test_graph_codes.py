@@ -85,6 +85,15 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(bits, dty
     assert (errors.abs() > 0.5).any(), "this is rounding to nearest"
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_few_zeros_among_others_stay_zeros(bits):
+    x = torch.randn(256, 64) * torch.logspace(-6, 6, 256).unsqueeze(1)
+    x[:, ::16] = 0.0
+    found = restored(x, bits)
+    assert (found[:, ::16] == 0).all()
+    assert not (found == 0).all()
+
+
 def test_equal_elements_are_not_rounded_alike():
     x = torch.full((64, 64), 0.3)
     x[:, 0], x[:, 1] = 0.0, 1.0
