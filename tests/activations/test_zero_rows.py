@@ -42,7 +42,7 @@ def worst(found, expected):
 def test_rows_of_zeros_in_front_of_norms_stay_zeros(norm, bits, symmetric):
     """Gradients of such rows explode, also without compression; they are multiplied by zeros that have to stay zeros.
 
-    With levels of which none is zero, parameters' gradients were wrong by ten powers of ten.
+    With levels of which none is zero, parameters' gradients were wrong by 8 powers of ten in 8 bits, and by 12 in 4.
     """
     torch.manual_seed(0)
     words, target = torch.randint(1, _WORDS, (8, 32)), torch.randint(1, _WORDS, (8, 32))

@@ -199,6 +199,13 @@ def of_steps_behind_links() -> Iterator[Said]:
         f"takes {ratio(sharded, 'torch: FSDP2', 0)} times as long as one of a whole model that sends nothing. In 8 "
         f"bits it takes {ratio(sharded, bits[0])} times as long, and in 4 bits {ratio(sharded, bits[1])} times",
     )
+    names = "4 bits rotated", "8 bits, gradients 1 rotated"
+    both, back = (apart("model_parallel", "gpt", name) for name in names)
+    yield Said(
+        "docs/how-to/pipeline.md",
+        f"with `eden:bits=4` both ways perplexity rose by {both}, and with 8 bits forward and `eden:bits=1` back by "
+        f"{back} (one seed)",
+    )
     rotated = group("sharded", "shakespeare", "1 rotated and 4 bits")
     yield Said("docs/how-to/fsdp.md", f"sent {rotated.ratio:.1f} times less than FSDP2 alone over gloo")
     yield Said("docs/how-to/fsdp.md", f"{rotated.versus_dense()} from 8.00")

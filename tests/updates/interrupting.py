@@ -26,7 +26,7 @@ from torch import nn
 import narrowband as nb
 from tests.gradients.training import wrap
 from tests.interrupted import leaves, main
-from tests.updates.training import nesterov
+from tests.updates.training import Net, nesterov
 
 STEPS = 16
 
@@ -53,20 +53,6 @@ _SMALL = ("fused", "uniform:bits=8", "topk:density=0.3")
 
 def _adam(parameters):
     return torch.optim.Adam(parameters, lr=3e-3)
-
-
-class Net(nn.Module):
-    def __init__(self, dtype, norm):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 8)
-        self.d, self.norm = nn.Linear(24, 24), norm(24)
-        self.d.weight = self.b.weight
-        self.to(dtype)
-
-    def forward(self, x, *, short=False):
-        h = self.a(x.to(self.a.weight.dtype)).tanh()
-        return self.c(h if short else self.norm(self.d(self.b(h).tanh()))).float()
 
 
 class Loop:

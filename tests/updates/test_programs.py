@@ -22,7 +22,7 @@ from narrowband.averaging.flat import local
 from narrowband.averaging.who import reshard
 from tests.ranks import run_ranks
 from tests.thorough import thorough
-from tests.updates.training import nesterov
+from tests.updates.training import Net, nesterov
 
 #: Of these nothing is lost: the sum of what arrives and what waits is that of all updates.
 KEEPING = (
@@ -32,20 +32,6 @@ KEEPING = (
 SPECS = (*KEEPING, "qsgd:bits=4", "fp16", "topk:density=0.1+ef:decay=0.5", "uniform:bits=4+ef:store=int8")
 
 STEPS = 12
-
-
-class Net(nn.Module):
-    def __init__(self, dtype, norm):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 8)
-        self.d, self.norm = nn.Linear(24, 24), norm(24)
-        self.d.weight = self.b.weight
-        self.to(dtype)
-
-    def forward(self, x, *, short=False):
-        h = self.a(x.to(self.a.weight.dtype)).tanh()
-        return self.c(h if short else self.norm(self.d(self.b(h).tanh()))).float()
 
 
 class Program:

@@ -5,9 +5,26 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import nn
 
 import narrowband as nb
 from tests.gradients.training import adamw, flat, mlp, train
+
+
+class Net(nn.Module):
+    """Layers of which two share a weight, and a norm; a short pass leaves both out."""
+
+    def __init__(self, dtype, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 8)
+        self.d, self.norm = nn.Linear(24, 24), norm(24)
+        self.d.weight = self.b.weight
+        self.to(dtype)
+
+    def forward(self, x, *, short=False):
+        h = self.a(x.to(self.a.weight.dtype)).tanh()
+        return self.c(h if short else self.norm(self.d(self.b(h).tanh()))).float()
 
 
 def nesterov(parameters):
