@@ -38,6 +38,9 @@ _CLOSE, _NEAR = 1.0, 5.0
 _RANKED = 4
 _ALIKE = 0.1
 
+#: Up to so many seeds are listed one by one.
+_FEW = 3
+
 
 @dataclass(frozen=True)
 class Line:
@@ -169,15 +172,15 @@ def conclusion(found: Sequence[Line]) -> tuple[str, str, str]:
     """Return three paragraphs: the question, what was run, and what came out."""
     compressed = [line for line in found if line.compressed]
     optimizers = list(dict.fromkeys(line.optimizer for line in found))
-    first, seeds = found[0], sorted({seed for line in found for seed in line.seeds})
+    first = found[0]
     asked = (
         f"With {_listed([NAMES[each] for each in optimizers])}, which codecs train as well as no compression? And "
         "which number of the statistics warns when one does not?"
     )
     ran = (
         f"A small GPT learned bytes of tiny shakespeare on {first.nodes} ranks, for {first.steps} steps, with "
-        f"{_seeds(seeds)}. Every optimizer had the learning rate that is best for it uncompressed, and every codec the "
-        "same."
+        f"{_seeds_of_all(found)}. Every optimizer had the learning rate that is best for it uncompressed, and every "
+        "codec the same."
     )
     if not compressed:
         return asked, ran, "Nothing was compressed."
@@ -268,7 +271,22 @@ def _listed(words: Iterable[Any]) -> str:
 
 
 def _seeds(seeds: Sequence[int]) -> str:
-    return f"{'seed' if len(seeds) == 1 else 'seeds'} {_listed(seeds)}"
+    first, last = seeds[0], seeds[-1]
+    all_between = len(seeds) > _FEW and tuple(seeds) == tuple(range(first, last + 1))
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {f'{first} to {last}' if all_between else _listed(seeds)}"
+
+
+def _seeds_of_all(found: Sequence[Line]) -> str:
+    """Name the seeds, and the optimizers that have them where these differ."""
+    of: dict[str, tuple[int, ...]] = {}
+    for line in found:
+        of[line.optimizer] = max(of.get(line.optimizer, ()), line.seeds, key=len)
+    with_these: dict[tuple[int, ...], list[str]] = {}
+    for optimizer, seeds in of.items():
+        with_these.setdefault(seeds, []).append(NAMES[optimizer])
+    if len(with_these) == 1:
+        return _seeds(*with_these)
+    return _listed(f"{_seeds(seeds)} for {_listed(names)}" for seeds, names in with_these.items())
 
 
 def _code(spec: str) -> str:

@@ -89,7 +89,12 @@ def test_every_codec_has_the_rate_and_the_seeds_of_training_without_compression(
         assert seeds[0] == seeds[1] >= set(SPECS)
         assert any(spec.startswith("dgc") for spec in seeds[0]) == (optimizer == "sgd")
     assert [each.seed for each in rows] == sorted(each.seed for each in rows)
-    assert not {each.seed for each in tuning(Options())} & {0, 1}
+    own = {
+        optimizer: {each.seed for each in compared(Options(), rates) if each.optimizer == optimizer}
+        for optimizer in rates
+    }
+    assert own == {"adamw": set(range(8)), "sgd": {0, 1, 2}, "muon": {0, 1, 2}, "lora": {0, 1, 2}}
+    assert not {each.seed for each in tuning(Options())} & set(range(10))
     for each in rows:
         nb.compression(each.spec.replace("{warmup}", "30"))
 
@@ -181,6 +186,15 @@ def test_the_conclusion_says_where_seeds_differ_too_much_to_tell():
     assert "resolved" not in conclusion(lines([*rows[:2], row(BITS, 2.0002), row(BITS, 1.9998, 1)]))[2]
 
 
+def test_what_was_run_names_the_seeds_of_each_optimizer_where_these_differ():
+    rows = [row("none", 2.0 + seed, seed) for seed in range(4)]
+    assert ", with seeds 0 to 3. " in conclusion(lines(rows))[1]
+    assert ", with seeds 0 and 2. " in conclusion(lines([rows[0], rows[2]]))[1]
+    others = [row("none", 2.0, seed, kind) for kind in ("sgd", "muon") for seed in (0, 1, 2)]
+    said = ", with seeds 0 to 3 for AdamW and seeds 0, 1 and 2 for SGD and Muon. "
+    assert said in conclusion(lines([*rows, *others]))[1]
+
+
 def test_the_error_below_which_nothing_was_lost_is_named():
     rows = [row("none", 2.0), row(BITS, 2.0, relative_error=0.01), row(TOP, 2.5, relative_error=0.9)]
     (said,) = warning(lines([*rows, row(SIGN, 2.01, relative_error=0.95)]))
@@ -247,7 +261,7 @@ def test_a_quick_run_trains_all_optimizers_on_real_ranks_and_goes_on_from_what_i
     ("arguments", "message"),
     [
         (["--specs", "zip"], "optimizers has no spec 'zip'; there are: none; fp16"),
-        (["--seeds"], "give at least one seed"),
+        (["--optimizers"], "give at least one optimizer"),
     ],
 )
 def test_a_wrong_choice_is_one_line(tmp_path, capsys, arguments, message):
