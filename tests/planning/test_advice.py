@@ -42,7 +42,7 @@ def test_the_fastest_whose_loss_is_known_to_hold_is_advised():
     assert (found.row.option.spec, found.compress) == ("qsgd:bits=4", True)
     assert found.times == pytest.approx(2.5)
     assert found.sentence.startswith("Compress: among 4 ranks behind 200 Mbit/s, qsgd:bits=4 would take 800 ms")
-    assert "Faster, but with adamw the loss of a small model changed by +18.6%" in found.sentence
+    assert "Faster, but with adamw the loss of a small model changed by +18.5%" in found.sentence
     assert [row.step_s for row in rows] == [0.6, 0.8, 2.0, 4.0]
 
 
@@ -50,9 +50,9 @@ def test_of_what_loses_more_the_least_and_the_fastest_are_named():
     _, found = advice(ddp=4.0, fp16=2.0, topk=0.6, mine=0.2)
     assert found.sentence.count("Faster, but") == 2
     least, fastest = re.findall(r"Faster, but.*?ms\.", found.sentence)
-    assert "changed by +18.6%" in least
+    assert "changed by +18.5%" in least
     assert least.endswith("topk:density=0.01+ef, 600 ms.")
-    assert fastest.endswith("never measured here (that of sign+ef changed by +26.9% ± 17.1%): sign, 200 ms.")
+    assert fastest.endswith("never measured here (that of sign+ef changed by +24.9% ± 6.4%): sign, 200 ms.")
 
 
 def test_more_may_be_lost_where_somebody_says_so():
@@ -116,7 +116,7 @@ def test_what_was_never_measured_is_named_and_not_advised():
 def test_of_what_was_never_measured_the_worst_of_its_kind_is_named():
     """So nobody who sends a tenth of the largest hundredth with AdamW hears nothing of what that is known to lose."""
     plain, sparse = taking(Option(None), 1.0), taking(Option("topk:density=0.001+ef"), 0.2)
-    for optimizer, lost in (("adamw", "+18.6% ± 4.9%"), ("sgd", "+4.4% ± 1.2%")):
+    for optimizer, lost in (("adamw", "+18.5% ± 1.2%"), ("sgd", "+4.4% ± 1.2%")):
         _, found = advise([plain, sparse], optimizer, NETWORK)
         assert not found.compress
         assert f"was never measured here (that of topk:density=0.01+ef changed by {lost})" in found.sentence
