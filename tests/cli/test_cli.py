@@ -91,6 +91,8 @@ def test_help_has_no_line_that_a_narrow_terminal_would_break_but_commands(narrow
         (("bench", "ddp", "--codecs", "topk:densty=1"), "did you mean 'density'?"),
         (("bench", "kernels", "--numel", "3"), "numel=3"),
         (("demo", "--steps", "0"), "steps=0"),
+        (("codecs", "topkk"), "unknown codec or feedback 'topkk' (did you mean 'topk'?); there are: none, fp16"),
+        (("codecs", "topk+eff"), "unknown codec or feedback '+eff' (did you mean '+ef'?)"),
         (("demo", "--codecs", "updates", "sign+ef"), 'write them in quotes, "updates sign+ef"'),
         (("demo", "--", "python"), "takes nothing after '--'"),
         (("lab", "--nodes", "2"), "narrowband lab --nodes 4 --rate 200mbit -- python train.py"),
@@ -147,6 +149,28 @@ def test_codecs_are_all_there_with_keys_and_costs(narrow):
     assert "4.25" in out  # qsgd: 4 bits and 32 per bucket of 128
     for name, key in (("+ef", "decay=1.0"), ("+ef-mixed", "sends=sum"), ("+aq-sgd", 'folder=""'), ("dgc", "clip=inf")):
         assert re.search(rf"│ {re.escape(name)}\b[^├]*│   {re.escape(key)} ", out)
+
+
+def test_codecs_says_what_the_keys_of_a_spec_mean(narrow, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, err = narrow("codecs", "topk:density=0.1,values=int8+ef:decay=0.9", "dgc", "topk")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 60
+    assert re.findall(r"^(\S+)$", out, re.MULTILINE) == ["topk", "+ef", "dgc"]
+    said = " ".join(out.split())
+    assert "density: the share of elements that is kept." in said
+    assert "store: how the residual is stored between steps" in said
+    assert "(see `DGCSGD`)" in said
+
+
+def test_codecs_says_of_each_key_of_all_that_there_are_what_it_means(narrow):
+    _, listed, _ = narrow("codecs")
+    names = re.findall(r"^│ (\+?[a-z][a-z0-9-]*)", listed, re.MULTILINE)
+    assert {"topk", "+ef", "dgc"} <= set(names)
+    for name in names:
+        _, out, _ = narrow("codecs", name)
+        keys = re.findall(r"^  (\w+)[= ]", out, re.MULTILINE)
+        assert [key for key in keys if not re.search(rf"^  {key}: \S", out, re.MULTILINE)] == [], name
 
 
 @pytest.fixture
@@ -331,6 +355,7 @@ def test_bench_adapt_writes_what_other_programs_read(narrow, tmp_path):
     for own, mixed in zip(rows[:4], rows[4:-1], strict=True):
         assert mixed["nbytes"] <= own["nbytes"]  # at the same error
         assert mixed["families"] != own["families"] or mixed["nbytes"] == own["nbytes"]
+    assert f"planswrittento{tmp_path / 'plans'}" in "".join(out.split())
     saved = {file.stem: narrowband.Plan.load(file) for file in (tmp_path / "plans").iterdir()}
     assert saved["powersgd-rank-4-among-4"].nbytes == rows[0]["nbytes"]
     assert saved["mixed-at-powersgd-rank-4-among-16"].nbytes == rows[5]["nbytes"]
@@ -361,6 +386,7 @@ def test_lab_passes_on_the_exit_code_and_writes_the_counts(narrow, tmp_path):
     code, out, _ = narrow("lab", "--nodes", "2", "--json", str(target), "--", "sh", "-c", told)
     assert code == 1
     assert "exit code" in out
+    assert f"written:{target}" in "".join(out.split())
     written = json.loads(target.read_text())
     assert [rank["rank"] for rank in written["ranks"]] == [0, 1]
     assert written["exit_code"] == 1

@@ -103,6 +103,11 @@ def parts(config: Config, battery: Sequence[str] = ()) -> list[Part]:
     Raises:
         ValueError: the battery is asked for, and there is no command for it.
     """
+    if battery and config.parts and _BATTERY not in config.parts:
+        raise ValueError(
+            "the command behind '--' is the part battery, which --parts leaves out: name it there, or leave out the "
+            "command"
+        )
     if _BATTERY in config.parts and not battery:
         raise ValueError("the part battery needs a pytest command after '--', as in make gpu")
     found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -98,7 +98,6 @@ class Adapt:
         from narrowband.report.plots import check_picture, plan_profile
         from narrowband.report.tables import RELATIVE_ERROR, plan_table
 
-        self._check_options()
         check_output(self.output, self.plot, self.json, reads=(self.gradients, self.before))
         check_picture(self.plot)
         if self.min_numel < 1:
@@ -132,19 +131,14 @@ class Adapt:
             console.print(f"drawn: {self.plot}", style="dim", markup=False, highlight=False)
         return DONE
 
-    def _check_options(self) -> None:
-        """Refuse options that say nothing to the policy.
-
-        Raises:
-            ValueError: one was given.
-        """
-        for each in fields(self):
-            policies = _FOR.get(each.name, (self.policy,))
-            if self.policy not in policies and getattr(self, each.name) != each.default:
-                raise ValueError(
-                    f"--{each.name} says nothing to --policy {self.policy}: it is for {' and '.join(policies)}. Leave "
-                    "it out, or choose such a policy"
-                )
+    def unused(self) -> dict[str, str]:
+        """Return why some options say nothing to the policy."""
+        return {
+            name: f"says nothing to --policy {self.policy}: it is for {' and '.join(policies)}. Leave it out, or "
+            "choose such a policy"
+            for name, policies in _FOR.items()
+            if self.policy not in policies
+        }
 
     def _write(self, plan: Plan, rows: list[dict[str, Any]], whole: dict[str, Any]) -> None:
         from narrowband.report.record import provenance, write_json

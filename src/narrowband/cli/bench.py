@@ -83,6 +83,18 @@ class BenchDDP:
     """Also write the rows to this file after each round, with machine, versions and command. After Ctrl-C the rounds so
     far are there; the same command starts from the beginning, because rows are compared within one session."""
 
+    def unused(self) -> dict[str, str]:
+        """Return why some options say nothing beside the others."""
+        own = self.config
+        found: dict[str, str] = {}
+        if own.amp and own.optimizer != "adamw":
+            found["optimizer"] = "is AdamW with --amp: leave it out"
+        if own.amp or own.optimizer == "adamw":
+            found["momentum"] = "is that of SGD, and here ranks step by AdamW: leave it out"
+        if own.sharded:
+            found["collective"] = "says nothing to --sharded, whose collectives are those of FSDP2: leave it out"
+        return found
+
     def __call__(self, console: Console) -> int:
         from narrowband.report.tables import RELATIVE_ERROR, ddp_table
 
@@ -216,6 +228,8 @@ class BenchAdapt:
             record.finish(rows)
         console.print(adapt_table(rows))
         console.print(RELATIVE_ERROR, style="dim", markup=False, highlight=False)
+        if self.plans is not None:
+            console.print(f"plans written to {self.plans}", style="dim", markup=False, highlight=False)
         record.say()
         return DONE
 
@@ -253,6 +267,23 @@ class BenchMemory:
     command goes on from there with --zoo and --tensors. The rows of one model take turns, so it starts from the
     beginning."""
 
+    def unused(self) -> dict[str, str]:
+        """Return why some options say nothing beside the others."""
+        of_one = ("model", "batch", "baselines", "compiled", "only")
+        if self.tensors:
+            why = "says nothing to --tensors, which measures no model: leave it out"
+            found = dict.fromkeys((*of_one, "peaks", "device", "zoo", "shares"), why)
+        elif self.zoo is None:
+            return {"shares": "needs --zoo; for one model use narrowband memory --budget"}
+        else:
+            found = dict.fromkeys(of_one, "is for one model: leave it out, or leave out --zoo")
+            found["model"] = "is for one model alone: name models behind --zoo, or leave out --zoo"
+            if self.shares:
+                return found | dict.fromkeys(("bits", "rounds", "peaks"), "says nothing to --shares: leave it out")
+        if len(self.config.bits) != 1:
+            found["bits"] = "takes one number here, such as --bits 4"
+        return found
+
     def __call__(self, console: Console) -> int:
         from narrowband.report.tables import memory_table
 
@@ -260,8 +291,6 @@ class BenchMemory:
             return self._measure_tensors(console)
         if self.zoo is not None:
             return self._measure_zoo(console, self.zoo)
-        if self.shares:
-            raise ValueError("--shares needs --zoo; for one model use narrowband memory --budget")
         record = Record(self.json, asdict(self.config), console, reads=[self.config.model], goes_on=False)
         seen: set[str] = set()
         rounds = 0
@@ -292,8 +321,6 @@ class BenchMemory:
         from narrowband.report.tables import tensors_table
 
         own = self.config
-        if self.zoo is not None or self.shares or own.only:
-            raise ValueError("--tensors measures no model: leave out --zoo, --shares and --only")
         config = tensors.Config(bits=(*own.bits, 8)[0], rounds=own.rounds, seed=own.seed)  # type: ignore[arg-type]
         total = len(config.sizes)
         with Record(self.json, asdict(config), console) as record, _bar(console, "measuring", total) as show:
@@ -307,8 +334,6 @@ class BenchMemory:
         from narrowband.report.tables import budgets_table, zoo_profile_table, zoo_table
 
         own, seconds = self.config, 0.05 if self.shares else 0.3
-        if own.only:
-            raise ValueError("--only names rows of one model: leave it out, or leave out --zoo")
         config = zoo.Config(
             names, (*own.bits, 8)[0], own.rounds, seconds, own.peaks, own.seed, self.shares, own.device
         )  # fmt: skip
@@ -340,6 +365,16 @@ class BenchPeers:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the rows to this file as they are measured, with machine, versions and command. After Ctrl-C the same
     command goes on from there."""
+
+    def unused(self) -> dict[str, str]:
+        """Return why some options say nothing beside the others."""
+        own = self.config
+        found: dict[str, str] = {}
+        if not own.kill:
+            found["rejoin"] = "says when the killed peer is replaced, and --kill 0 kills none: leave it out"
+        if not own.freeze:
+            found["freeze_s"] = "says how long a peer is stopped, and --freeze 0 stops none: leave it out"
+        return found
 
     def __call__(self, console: Console) -> int:
         from narrowband.report.tables import peers_table

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+import textwrap
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from narrowband.cli.exits import DONE
 
@@ -37,13 +43,19 @@ class Codecs:
 
     Examples:
       narrowband codecs
-      python -c "import narrowband as nb; help(nb.codec('topk'))"  # what its keys mean
+      narrowband codecs topk +ef
       python -c "import narrowband as nb; print(nb.codec('qsgd:bits=2').payload_nbytes(1_000_000))"
     """
+
+    names: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[NAME …]")] = ()
+    """Only these, and what each of their keys means: topk, +ef, or a whole spec."""
 
     def __call__(self, console: Console) -> int:
         from narrowband import codecs, feedback
 
+        if self.names:
+            self._explain(console)
+            return DONE
         table = _table(f"Codecs, and bits per element of a {_SHAPE[0]:,} × {_SHAPE[1]:,} float32 matrix", "bits")
         for kind in codecs.available().values():
             codec = example(kind)
@@ -57,6 +69,20 @@ class Codecs:
             methods.add_row(_named(str(method), method_class), _bits(method.codec), _summary(method_class))
         console.print(table, "", behind, "", methods, sep="\n")
         return DONE
+
+    def _explain(self, console: Console) -> None:
+        from narrowband import codecs, feedback
+
+        behind = {f"+{name}": kind for name, kind in feedback.available().items()}
+        kinds: dict[str, type] = {**codecs.available(), **behind, **feedback.methods()}
+        asked = [name for text in self.names for name in re.findall(r"(?:^|\+)[^:+]+", text)]
+        for name in asked:
+            if name not in kinds:
+                close = get_close_matches(name, kinds, n=1)
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise ValueError(f"unknown codec or feedback {name!r}{hint}; there are: {', '.join(kinds)}")
+        for name in dict.fromkeys(asked):
+            console.print(_named(name, kinds[name]), _told(kinds[name], console.width), "", sep="\n", highlight=False)
 
 
 def _table(title: str, *numbers: str) -> Table:
@@ -98,3 +124,18 @@ def _keys(kind: type) -> list[str]:
         default = str(f.default).lower() if isinstance(f.default, bool) else str(f.default) or '""'
         shown.append(f"  {f.name} (required)" if f.default is MISSING else f"  {f.name}={default}")
     return shown
+
+
+def _told(kind: type, width: int) -> str:
+    """Return what a class is for, and the meaning of its keys, for a terminal of this width."""
+    from rich.markup import escape
+
+    text = re.sub(r":\w+:`[~\w.]*?(\w+)`", r"`\1`", inspect.cleandoc(kind.__doc__ or "").replace("``", "`"))
+    first, *others = text.split("\n\n")
+    keys = "\n\n".join(other.removeprefix("Args:") for other in others if other.startswith("Args:"))
+    found = [textwrap.fill(" ".join(first.split()), width)]
+    found += [
+        textwrap.fill(" ".join(key.split()), width, initial_indent="  ", subsequent_indent=" " * 6)
+        for key in re.split(r"\n(?= {4}\w+: )", keys)[1:]
+    ]
+    return escape("\n".join(found))

@@ -127,7 +127,21 @@ def _run(name: str, options: list[str], behind: list[str] | None, console: Conso
         _join_lines_of_help(kind)
         _name_empty_defaults(kind)
     command: Callable[..., int] = tyro.cli(kind, prog=f"narrowband {name}", description="", args=options)
+    _refuse_unused(command, options)
     return command(console, behind) if name in _WITH_A_COMMAND else command(console)
+
+
+def _refuse_unused(command: object, words: Sequence[str]) -> None:
+    """Refuse options that the command would not look at beside the others. Its method ``unused`` names them: option →
+    the rest of a sentence that says why. Only the words tell whether an option was given, perhaps as it is by default.
+
+    Raises:
+        ValueError: there is one.
+    """
+    given = {word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words if word[:2] == "--"}
+    for name, why in getattr(command, "unused", dict)().items():
+        if (option := f"--{name.replace('_', '-')}") in given:
+            raise ValueError(f"{option} {why}")
 
 
 def _join_lines_of_help(kind: type) -> None:

@@ -83,6 +83,12 @@ class Doctor:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write all that was found to this file, with machine, versions and command."""
 
+    def unused(self) -> dict[str, str]:
+        """Return why some options say nothing beside the others."""
+        if self.peers:
+            return {"compile": "compiles the loops of this machine: run narrowband doctor --compile by itself"}
+        return dict.fromkeys(("limit", "wait"), "is for --peers: give that, too, or leave it out")
+
     def __call__(self, console: Console) -> int:
         for name in ("limit", "wait"):
             if not 0 < getattr(self, name) < float("inf"):

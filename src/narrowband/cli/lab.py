@@ -62,6 +62,12 @@ class Lab:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the counts to this file, and what each rank tells: a JSON value in NARROWBAND_TOLD/RANK.json."""
 
+    def unused(self) -> dict[str, str]:
+        """Return why some options say nothing beside the others."""
+        if self.up is None or self.down is None:
+            return {}
+        return {"rate": "is that of both directions, and --up and --down give each its own: leave it out"}
+
     def __call__(self, console: Console, behind: list[str] | None) -> int:
         from narrowband.lab import LabConfig, run
         from narrowband.report.record import provenance, write_json
@@ -90,8 +96,10 @@ class Lab:
             report = run(config, behind, {"NARROWBAND_TOLD": folder})
             told = [_told(Path(folder) / f"{rank}.json") for rank in range(config.ranks)]
         record = provenance() | {"config": asdict(config)} | report.to_dict() | {"told": told}
-        with written_first(functools.partial(write_json, self.json, record)):
+        with written_first(functools.partial(write_json, self.json, record)) as written:
             self._show(report, console)
+            if written:
+                console.print(f"written: {self.json}", style="dim", markup=False, highlight=False)
         return report.exit_code
 
     def _show(self, report: LabReport, console: Console) -> None:
