@@ -427,6 +427,10 @@ def loops(rank):
 
         optimizer.step(closure)
 
+    def forgotten_until_after_the_step(model, averager, optimizer, step):
+        forgotten(model, averager, optimizer, step)
+        averager.average()
+
     def forgotten_later(model, averager, optimizer, step):
         (plain if step < 2 else forgotten)(model, averager, optimizer, step)
 
@@ -449,12 +453,14 @@ def heard_of_forgotten_averages(rank, world_size):
 def test_a_forgotten_average_is_said_once_and_nothing_is_said_of_loops_that_average():
     said, of_second = run_ranks(heard_of_forgotten_averages, 2)
     assert not any(of_second.values())
-    assert len(said) == 13
+    assert len(said) == 14
     for name, messages in said.items():
         assert len(messages) == name.startswith("forgotten"), (name, messages)
     (message,) = said["forgotten"]
     assert message.startswith("SGD has made 3 steps in a row with gradients that were not averaged, so replicas become")
     assert "call average() between backward() and step(), on all ranks" in message
+    (message,) = said["forgotten_until_after_the_step"]
+    assert message.startswith("average() was called with gradients that an optimizer has stepped with already.")
 
 
 def layers_that_exclude_each_other(rank, world_size):

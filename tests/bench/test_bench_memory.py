@@ -90,7 +90,7 @@ def test_a_model_of_ones_own_may_import_what_lies_beside_it_and_give_one_input_b
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("deit-huge", "unknown model 'deit-huge'; there are: deit-tiny"),
+        ("deit-huge", "unknown model 'deit-huge'; write file.py:function for yours, or one of: deit-tiny"),
         ("nowhere.py:build", "there is no file nowhere.py"),
         ("{}:biuld", "has no function 'biuld'"),
         ("{}:wrong", r"wrong\(2\) must return a module and the tuple of its inputs"),

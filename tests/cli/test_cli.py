@@ -32,7 +32,7 @@ def test_version(narrow):
     assert narrow("--version") == (0, f"narrowband {narrowband.__version__}\n", "")
 
 
-@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
 def test_help_names_every_command(narrow, words):
     code, out, _ = narrow(*words)
     assert code == 0

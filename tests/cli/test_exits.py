@@ -196,6 +196,7 @@ WRONG = [
     # models
     ("memory nowhere.py:fits", "nowhere.py:fits: there is no file nowhere.py"),
     ("memory folder:fits", "there is no file folder"),
+    ("memory build", "unknown model 'build'; write file.py:function for yours, or one of: deit-tiny, deit-small"),
     ("memory model.py", "model.py lacks the name of a function: write model.py:function"),
     ("memory model.py:", "model.py lacks the name of a function: write model.py:function"),
     ("memory model.txt:fits", "model.txt is not a Python file"),

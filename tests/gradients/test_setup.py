@@ -32,6 +32,9 @@ def wrong_calls(rank, world_size):
         "scatter_reduce cannot": refusal(lambda: compress(model, "topk:density=0.1", collective="scatter_reduce")),
         "negative min_numel": refusal(lambda: compress(model, "none", min_numel=-1)),
         "negative warmup_steps": refusal(lambda: compress(model, "none", warmup_steps=-1)),
+        "no number": refusal(lambda: compress(model, "none", min_numel="1000")),
+        "no whole number": refusal(lambda: compress(model, "none", warmup_steps=1.5)),
+        "no scaler": refusal(lambda: compress(model, "none", grad_scaler=True)),
         "per sample": refusal(lambda: compress(model, "qsgd:bits=4+aq-sgd")),
         "per sample, small": refusal(lambda: compress(model, "qsgd:bits=4", small="qsgd:bits=8+aq-sgd")),
         "per sample, by a policy": refusal(lambda: compress(model, nb.Constant("qsgd:bits=4+aq-sgd"))),
@@ -67,6 +70,7 @@ def wrong_calls(rank, world_size):
     errors["twice"] = refusal(lambda: compress(twice, "topk:density=0.1+ef"))
     train(twice, rank, range(2))  # the first goes on
     errors["steps of the first"] = handle.step
+    errors["no layers"] = refusal(lambda: handle.set_layers("0.weight"))
     errors["per sample, one layer"] = refusal(lambda: handle.set_layers({"0.weight": "topk:density=0.1+aq-sgd"}))
     with torch.device("meta"):
         empty = mlp()
@@ -103,6 +107,13 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do():
         "scatter_reduce cannot": ("UnsupportedError", "use 'all_gather' or 'auto'"),
         "negative min_numel": ("ValueError", "min_numel=-1"),
         "negative warmup_steps": ("ValueError", "warmup_steps=-1"),
+        "no number": ("TypeError", "min_numel='1000' is not a whole number"),
+        "no whole number": ("TypeError", "warmup_steps=1.5 is not a whole number"),
+        "no scaler": (
+            "TypeError",
+            "grad_scaler=True is no gradient scaler; pass the torch.amp.GradScaler",
+        ),
+        "no layers": ("TypeError", "set_layers takes a dictionary from parameter names to specs"),
         "hook": ("UnsupportedError", "fp16_compress_hook"),
         "optimizer in backward": ("UnsupportedError", "step the optimizer after backward instead"),
         "averages that nobody waits for": ("UnsupportedError", "Wrap the model without delay_all_reduce_named_params"),

@@ -231,6 +231,7 @@ BROKEN = {
         lambda state: (inside := dict(state), state.clear(), state.update(model={}, compression=inside)),
         "pass what handle.state_dict() returned: it is under 'compression' here",
     ),
+    "a state of updates": (lambda state: state.update(updates={}), "the state is one of compress_updates"),
     "step is a word": (lambda state: state.update(step="x"), "the state has x for 'step', expected a number of steps"),
     "step is true": (lambda state: state.update(step=True), "for 'step'"),
     "step is negative": (lambda state: state.update(step=-1), "for 'step'"),

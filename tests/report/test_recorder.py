@@ -18,6 +18,7 @@ from torch import nn
 
 import narrowband as nb
 from narrowband.report.recorder import read_run
+from tests.gradients.training import refusal
 from tests.ranks import run_ranks
 
 
@@ -71,6 +72,27 @@ def test_a_skipped_step_and_a_loss_that_is_no_number_are_told(tmp_path):
     assert sum(values["skipped"] for values in run.steps.values()) >= 1
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def of_many_numbers(rank, world_size, path):
+    handle = nb.compress_gradients(nn.Linear(64, 64), "qsgd:bits=4")
+    recorder = nb.Recorder(handle, path)
+    refused = [
+        refusal(lambda: recorder.step(loss=torch.ones(3))),
+        refusal(lambda: recorder.step(rate=torch.ones(2, 1))),
+    ]
+    recorder.step(loss=torch.ones(1, 1))
+    recorder.close()
+    return refused
+
+
+def test_a_loss_of_many_numbers_is_an_error_on_every_rank(tmp_path):
+    path = tmp_path / "run.jsonl"
+    first, second = run_ranks(of_many_numbers, 2, str(path))
+    assert first == second
+    assert first[0] == ("ValueError", "loss is a tensor of shape (3,); record one number, such as loss.mean()")
+    assert "rate is a tensor of shape (2, 1)" in first[1][1]
+    assert list(read_run(path).steps) == [1]
 
 
 class Scalars:

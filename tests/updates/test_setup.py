@@ -79,6 +79,8 @@ def refused(rank, world_size):
         asked(model, optimizer, "nonsense"),
         asked(*with_an_expanded_buffer(), "none"),
         asked(model, optimizer, "none", outer=lambda _: None),
+        asked(model, optimizer, "none", outer=sgd(model)),
+        asked(model, optimizer, "none", grad_scaler=True),
     ]
 
 
@@ -86,7 +88,7 @@ def test_what_cannot_be_is_said_at_set_up():
     (errors,) = run_ranks(refused, 1)
     assert [kind for kind, _ in errors] == [
         "TypeError", "TypeError", *["ValueError"] * 18, *["UnsupportedError"] * 3,
-        "ValueError", "ValueError", "ValueError", "ValueError", "TypeError",
+        "ValueError", "ValueError", "ValueError", "ValueError", *["TypeError"] * 3,
     ]  # fmt: skip
     words = [
         "takes a module",
@@ -114,7 +116,7 @@ def test_what_cannot_be_is_said_at_set_up():
         "aq-sgd",
     ]
     words += ["pass all optimizers", "nothing to average", "nonsense", "buffer scales has elements that share memory"]
-    words += ["it must return an optimizer"]
+    words += ["it must return an optimizer", "outer=lambda parameters: SGD(parameters, …)", "grad_scaler=True is no"]
     for (_, text), word in zip(errors, words, strict=True):
         assert word in text
 

@@ -54,7 +54,8 @@ class Averager(Handle):
 
     A hook of ``register_post_accumulate_grad_hook`` runs in backward, so it sees this rank's own gradient.
 
-    A log line says so once if an optimizer makes several steps with gradients that were not averaged.
+    A log line says so once if an optimizer makes several steps with gradients that were not averaged, or if they are
+    averaged after its step.
 
     Where optimizers take turns, as those of a GAN, create an averager for each, and average with that of the optimizer
     that steps. If one averager serves all, residuals get back what averages took or left that no optimizer used. A log
@@ -161,6 +162,13 @@ class Averager(Handle):
             self.layers.warn_once(
                 "average() found no gradient, so it has averaged nothing but zeros. Call it after backward(), before "
                 "optimizer.step() and optimizer.zero_grad(). If this rank had no data, ignore this warning"
+            )
+        gradients = [p for p in by_tensor if p.grad is not None]
+        if self._waiting is not None and gradients and all(map(self._waiting.is_used_up, gradients)):
+            self.layers.warn_once(
+                "average() was called with gradients that an optimizer has stepped with already. So steps use those "
+                "that are not averaged, and replicas become different: call it between backward() and step(), on all "
+                "ranks. If this rank had no data, ignore this warning"
             )
         if self._waiting is not None:
             self._waiting.begins()

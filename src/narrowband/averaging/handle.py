@@ -221,6 +221,7 @@ class Handle(Averaging):
                 sends less than the rest does. A later call adds to earlier ones.
 
         Raises:
+            TypeError: no dictionary.
             ValueError: a name that is not compressed, or a spec that cannot be mixed with the model's.
             UnsupportedError: a spec that is not for gradients.
             DisagreementError: another rank has such an error, other specs, or makes another call. With any of these
@@ -234,6 +235,12 @@ class Handle(Averaging):
         chosen: Mapping[str, Compression] = {}
         failure: Exception | None = None
         try:
+            given: object = specs
+            if not isinstance(given, Mapping):
+                raise TypeError(
+                    "set_layers takes a dictionary from parameter names to specs, such as "
+                    f'{{"head.weight": "fp16"}}, not {type(given).__name__}'
+                )
             chosen = self._checked_layers(specs)
         except Exception as error:  # of any kind: other ranks wait in the comparison
             failure = error

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from narrowband.collectives import Collective
     from narrowband.feedback import Method
 
-__all__ = ["EARLY_NBYTES", "MESSAGE_NBYTES", "Settings"]
+__all__ = ["EARLY_NBYTES", "MESSAGE_NBYTES", "Settings", "check_scaler"]
 
 #: Takes 5 ms at 200 Mbit/s, about the latency of any collective among busy machines.
 MESSAGE_NBYTES = 1 << 17
@@ -81,7 +81,7 @@ class Settings:
             connected: whether a process group must exist by now.
 
         Raises:
-            TypeError: a seed that is not a whole number.
+            TypeError: a number that is not a whole one; or no gradient scaler.
             ValueError: a spec, a number or a collective that does not exist.
             UnsupportedError: a spec that is not for gradients, or a combination that cannot work.
         """
@@ -92,6 +92,10 @@ class Settings:
             chosen = for_gradients(
                 plan.default if plan is not None else cast("str | Codec | Compression | Method", spec)
             )
+        min_numel, warmup_steps = whole_number("min_numel", min_numel), whole_number("warmup_steps", warmup_steps)
+        message_nbytes = whole_number("message_nbytes", message_nbytes)
+        early_nbytes = whole_number("early_nbytes", early_nbytes)
+        check_scaler(grad_scaler)
         if min_numel < 0 or warmup_steps < 0:
             raise ValueError(f"min_numel={min_numel} and warmup_steps={warmup_steps} must not be negative")
         if message_nbytes < 0 or early_nbytes < 0:
@@ -180,6 +184,19 @@ class Settings:
                 "optimizer=…"
             )
         return replace(self, rates=optimizer)
+
+
+def check_scaler(grad_scaler: object) -> None:
+    """Check that this is a gradient scaler, or None.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+        raise TypeError(
+            f"grad_scaler={grad_scaler!r} is no gradient scaler; pass the torch.amp.GradScaler of your loop, or leave "
+            "it out"
+        )
 
 
 def _of_small(small: str | Codec) -> Compression:

@@ -79,7 +79,7 @@ def subject(name: str, batch: int) -> Subject:
         close = get_close_matches(name.lower(), (*SUBJECTS, *ZOO), n=1)
         meant = f" (did you mean {close[0]!r}?)" if close else ""
         there = ", ".join((*SUBJECTS, *ZOO))
-        raise ValueError(f"unknown model {name!r}{meant}; there are: {there}, and yours: file.py:function")
+        raise ValueError(f"unknown model {name!r}{meant}; write file.py:function for yours, or one of: {there}")
     build = _function(path, function, name)
     try:
         inspect.signature(build).bind(batch)

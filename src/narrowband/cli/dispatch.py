@@ -87,7 +87,7 @@ def _dispatch(words: list[str], behind: list[str] | None, console: Console) -> i
             return _run(name, words[len(name.split()) :], behind, console)
     family = words[0] if words and _family(words[0]) else ""
     rest = words[1:] if family else words
-    if not rest or rest[0] in ("-h", "--help"):
+    if not rest or rest[0] in ("-h", "--help", "help"):
         _print_help(console, family)
         return 0
     there = {name.removeprefix(family).strip(): name for name in (_family(family) if family else _COMMANDS)}

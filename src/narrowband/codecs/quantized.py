@@ -200,7 +200,8 @@ class QSGD(GroupedCodec):
         check_keys(self)
         if not 2 <= self.bits <= 8:
             raise ValueError(
-                f"qsgd: bits={self.bits} is not in [2, 8]; for one bit per element use sign, for 16 use fp16 or bf16"
+                f"qsgd: bits={self.bits} is not in [2, 8]; for one bit per element use eden:bits=1, for 16 use fp16 or "
+                "bf16"
             )
         _check_group("qsgd", "bucket", self.bucket)
 

@@ -25,7 +25,11 @@ T = TypeVar("T")
 KEY_TYPES = (int, float, bool, str)
 
 #: What people call formats of numbers, and what has as many bits.
-_FORMATS = {"fp32": "none", "float32": "none", "int8": "uniform:bits=8", "fp8": "uniform:bits=8", "int4": "qsgd:bits=4"}
+_FORMATS = {
+    "fp32": "none", "float32": "none", "float16": "fp16", "half": "fp16", "int8": "uniform:bits=8",
+    "fp8": "uniform:bits=8", "int4": "qsgd:bits=4", "4bit": "qsgd:bits=4", "1bit": "eden:bits=1",
+    "onebit": "eden:bits=1",
+}  # fmt: skip
 
 _ONE_BY_ONE = "give several specs one by one, with no comma between them"
 
@@ -95,7 +99,14 @@ def parse_term(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
         key = key.strip()
         if key not in keys:
             write = "" if equals or not keys else f", and a value stands behind its key: {name}:{next(iter(keys))}=…"
-            if ":" in key or (values and not equals):  # as on a command line that takes several
+            word, colon, number = key.partition(":")
+            if word in keys:
+                write = f"; write {word}={number}"
+            elif values and key.isdecimal():
+                write = "; write numbers with a point"
+            elif values and not equals and key.startswith("ef"):
+                write = f"; a feedback stands behind a '+', as in '{name}:{next(iter(keys))}=…+{key}'"
+            elif colon or (values and not equals):  # as on a command line that takes several
                 write = f"; {_ONE_BY_ONE}"
             raise ValueError(
                 f"{name} has no key {key!r} (in {text!r}){_nearest(key, keys)}; it has: {_keys(kind)}{write}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from narrowband.averaging.core import is_in_backward
 from narrowband.averaging.handle import Handle
@@ -12,6 +12,7 @@ from narrowband.averaging.handle import Handle
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from narrowband.averaging.agreement import Facts
     from narrowband.codecs import Codec
     from narrowband.feedback import Compression, Method
     from narrowband.gradients.steps import Steps
@@ -35,6 +36,16 @@ class GradientCompression(Handle, ABC):
     def _checked_layers(self, specs: Mapping[str, str | Codec | Compression | Method]) -> Mapping[str, Compression]:
         """See :meth:`Handle._checked_layers`. Layers of which this rank has too little are left out."""
         return super()._checked_layers({name: spec for name, spec in specs.items() if name not in self._small})
+
+    def _state_facts(self, state: Mapping[str, Any]) -> Facts:
+        """See :meth:`Handle._state_facts`.
+
+        Raises:
+            ValueError: a state of updates, whose residuals are no parts of gradients.
+        """
+        if "updates" in state:
+            raise ValueError("the state is one of compress_updates; pass what the handle of gradients had returned")
+        return super()._state_facts(state)
 
     def _broke_off(self) -> bool:
         """Backward returns only after its step has ended. So a step that is open outside of backward broke off."""

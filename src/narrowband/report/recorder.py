@@ -142,7 +142,15 @@ class Recorder:
             step: its number. By default steps are counted, starting from the handle's own number or, if it has none or
                 schedules rounds by time, from the last step in the file.
             scalars: other numbers to record.
+
+        Raises:
+            ValueError: a tensor with more than one number.
         """
+        for name, value in {"loss": loss, **scalars}.items():  # on all ranks, also on those that do not write
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(
+                    f"{name} is a tensor of shape {tuple(value.shape)}; record one number, such as {name}.mean()"
+                )
         if self._number is None:
             self._number = self._earlier_steps()
         self._number = self._number + 1 if step is None else whole_number("step", step)

@@ -193,6 +193,6 @@ def _codec_of(spec: str | Codec | Compression | Method, what: str) -> Codec | No
     if isinstance(codec, SelectingCodec) or not (codec.requantizes and codec.fixed_size) or codec.shared_seed:
         raise UnsupportedError(
             f"{what}={str(codec)!r} does not send every element, and without feedback the rest is lost; use one of "
-            "qsgd, uniform, fp16, bf16"
+            "qsgd, eden, uniform, fp16, bf16"
         )
     return codec

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from narrowband.averaging.settings import check_scaler
 from narrowband.feedback import ErrorFeedback, compression
 from narrowband.units import plain_number, whole_number
 
@@ -62,6 +63,7 @@ class Rounds:
             given: the fields, as users gave them: ``every`` may be a time, and ``outer`` "nesterov".
 
         Raises:
+            TypeError: an object that is none of its kind.
             ValueError: a number out of range, a word that does not exist, or what works only with peers.
         """
         every = given.pop("every")
@@ -76,6 +78,7 @@ class Rounds:
         )
         if isinstance(every, str) and not with_peers:
             raise ValueError(f"every={every!r} is a time, which works only with peers=...; give a number of steps")
+        check_scaler(rounds.grad_scaler)
         rounds._check_words(with_peers=with_peers)
         rounds._check_numbers()
         if rounds.outer == "nesterov":
@@ -113,6 +116,13 @@ class Rounds:
         check_every: Any = self.check_every
         if check_every is not None and not (isinstance(check_every, int) and check_every >= 1):
             raise ValueError(f"check_every={check_every!r} must be a whole number of rounds of at least 1")
+        given: object = outer
+        if isinstance(given, Optimizer):
+            kind = type(given).__name__
+            raise TypeError(
+                f"outer is an optimizer, {kind}; pass a function that makes one, as in outer=lambda parameters: "
+                f"{kind}(parameters, …)"
+            )
         if not callable(outer) and outer not in words and not (_is_number(outer) and 0 < outer < math.inf):
             raise ValueError(
                 f"outer={outer!r} must be a number above 0, 'auto', 'nesterov', or a function that makes an optimizer"
