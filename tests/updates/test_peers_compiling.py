@@ -20,29 +20,37 @@ RUNS = {
 }
 
 
+class FirstUses:
+    """The loops that this process uses first ``before`` it arrives, and ``after`` that."""
+
+    def __init__(self):
+        load, arrive = LoopCache.load_overload, Meeting.arrive
+
+        def loaded(cache, *given):
+            self._here.append(cache.name)
+            return load(cache, *given)
+
+        def arrived(meeting, *given, **options):
+            self._here = self.after
+            return arrive(meeting, *given, **options)
+
+        LoopCache.load_overload, Meeting.arrive = loaded, arrived
+        self.begin()
+
+    def begin(self):
+        self.before, self.after = [], []
+        self._here = self.before
+
+
 def loading(rank, world_size, address):
     """For each run, the loops that this process used first before it arrived, and after that."""
-    load, arrive, found = LoopCache.load_overload, Meeting.arrive, {}
-    before, after = [], []
-    here = before
-
-    def loaded(self, *given):
-        here.append(self.name)
-        return load(self, *given)
-
-    def arrived(self, *given, **options):
-        nonlocal here
-        here = after
-        return arrive(self, *given, **options)
-
-    LoopCache.load_overload, Meeting.arrive = loaded, arrived
+    loops, found = FirstUses(), {}
     for spec, options in RUNS.items():
-        before, after = [], []
-        here = before
+        loops.begin()
         model, optimizer, handle = join(address, rank, spec, begin_with=world_size, run=spec, **options)
         train(model, rank, range(4), optimizer)
         handle.remove()
-        found[spec] = before, after
+        found[spec] = loops.before, loops.after
     return found
 
 
@@ -56,30 +64,16 @@ def coming_later(rank, world_size, address, file):
     """On the peer that comes when the others have given a layer a spec of its own: the loops that this process used
     first before it arrived, and after that.
     """
-    load, arrive = LoopCache.load_overload, Meeting.arrive
-    before, after = [], []
-    here = before
-
-    def loaded(self, *given):
-        here.append(self.name)
-        return load(self, *given)
-
-    def arrived(self, *given, **options):
-        nonlocal here
-        here = after
-        return arrive(self, *given, **options)
-
-    if rank == 2:
-        while not Path(file).exists():
-            time.sleep(0.01)
-        LoopCache.load_overload, Meeting.arrive = loaded, arrived
+    while rank == 2 and not Path(file).exists():
+        time.sleep(0.01)
+    loops = FirstUses()
     model, optimizer, handle = join(address, rank, "none+ef", begin_with=2, grace_s=0.5)
     if rank < 2:
         handle.set_layers({"0.weight": "qsgd:bits=4"})
         Path(file).touch()
     while len(handle.peers) < world_size:
         train(model, rank, range(2), optimizer)
-    return before, after, handle.layers.override_texts()
+    return loops.before, loops.after, handle.layers.override_texts()
 
 
 def test_who_comes_compiles_the_specs_of_set_layers_too(store, tmp_path):
