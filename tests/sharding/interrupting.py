@@ -26,6 +26,7 @@ import narrowband as nb
 from narrowband.averaging.flat import local
 from narrowband.averaging.who import reshard
 from tests.interrupted import leaves, main
+from tests.updates.training import Net
 
 STEPS = 12
 
@@ -34,19 +35,6 @@ PARAMETERS = ("none", "fp16", "bf16", "uniform:bits=4", "uniform:bits=8", "qsgd:
 
 WAYS = ("saves", "resumes", "resumes", "attaches", "goes back", "is refused", "reads")
 _OFTEN = 0.4
-
-
-class Net(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 8)
-        self.d, self.norm = nn.Linear(24, 24), nn.LayerNorm(24)
-        self.to(dtype)
-
-    def forward(self, x, *, short=False):
-        h = self.a(x).tanh()
-        return self.c(h if short else self.norm(self.d(self.b(h).tanh())))
 
 
 class Loop:
@@ -65,7 +53,6 @@ class Loop:
         self.sharding = {"reshard_after_forward": draw.choice([True, True, False])}
         if draw.random() < 0.3:
             self.sharding["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        self.dtype = torch.float32
         self.options = {"gradients": draw.choice(GRADIENTS), "parameters": draw.choice(PARAMETERS)}
         self.options |= {"references": draw.random() < 0.8, "min_numel": draw.choice([1, 64, 300]), "seed": seed}
         size = dist.get_world_size()
@@ -92,7 +79,7 @@ class Loop:
     # ---- objects -----------------------------------------------------------------------------------------------------
 
     def make(self):
-        self.model = Net(self.dtype)
+        self.model = Net(torch.float32, nn.LayerNorm, tied=False)
         if self.units == "bd":
             fully_shard([self.model.b, self.model.d], mesh=self.mesh, **self.sharding)
         else:
@@ -147,7 +134,7 @@ class Loop:
             self.optimizer.zero_grad()
             self.model.set_requires_gradient_sync(True)
             x = torch.randn(5, 16, generator=torch.Generator().manual_seed(99 * at + self.rank))
-            self.model(x).float().square().mean().backward()
+            self.model(x).square().mean().backward()
             self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -163,7 +150,7 @@ class Loop:
     def evaluate(self):
         if self.evaluates and self.draw.random() < 0.4:
             with torch.no_grad():
-                self.losses.append(float(self.model(torch.ones(3, 16)).float().sum()))
+                self.losses.append(float(self.model(torch.ones(3, 16)).sum()))
 
     def change(self):
         """What users do between two steps."""
@@ -189,7 +176,7 @@ class Loop:
         for at in range(passes):
             model.set_requires_gradient_sync(not marks or at == passes - 1)
             x = torch.randn(5, 16, generator=self.data)
-            loss = model(x, short=short).float().square().mean()
+            loss = model(x, short=short).square().mean()
             self.losses.append(float(loss))
             loss.backward()
         model.requires_grad_(True)

@@ -12,14 +12,15 @@ from tests.gradients.training import adamw, flat, mlp, train
 
 
 class Net(nn.Module):
-    """Layers of which two share a weight, and a norm; a short pass leaves both out."""
+    """Layers of which two share a weight if they are ``tied``, and a norm; a short pass leaves both out."""
 
-    def __init__(self, dtype, norm):
+    def __init__(self, dtype, norm, *, tied=True):
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b, self.c = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 8)
         self.d, self.norm = nn.Linear(24, 24), norm(24)
-        self.d.weight = self.b.weight
+        if tied:
+            self.d.weight = self.b.weight
         self.to(dtype)
 
     def forward(self, x, *, short=False):
