@@ -131,8 +131,8 @@ class ErrorFeedback(Feedback):
 
     _kept: dict[str, Kept] = field(default_factory=dict, init=False, repr=False, compare=False)
     _seeds: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Key → residual. With a ``store`` other than ``fp32``: of tensors whose step is not decided yet.
-    _residuals: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Key → residual in float32 of a tensor whose step is not decided yet, where it is not stored so.
+    _undecided: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Tensors that were encoded and committed in one pass → whether their stored residual has changed.
     _in_one_pass: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     _owner_errors: dict[str, _OwnerError] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -162,7 +162,7 @@ class ErrorFeedback(Feedback):
         if commit and self._keeps_in_one_pass(codec, shape):
             assert isinstance(codec, SelectingCodec)
             return self._encode_kept(key, x, codec, shape=shape, seed=seed, out=out)
-        residual = self._residuals[key] if self.store == "fp32" else self._kept[key].read()
+        residual = self._kept[key].read()
         if x.dtype != torch.float32:
             if x.dtype == torch.float16:
                 residual = _what_fits(residual, x, self.decay)
@@ -172,22 +172,28 @@ class ErrorFeedback(Feedback):
             x, residual = x.float(), residual.clone()
             return self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=commit)
         finite, payload = self._encode(x, residual, codec, shape=shape, seed=seed, out=out, subtract=commit)
-        if self.store != "fp32":
-            if not commit:
-                self._residuals[key] = residual  # until it is decided
-            else:
-                self._save(key, x)
-                if finite:
-                    self._close(key, residual)
+        if not commit:
+            self._leave_open([key], [residual])
+        else:
+            self._save(key, x)
+            if finite:
+                self._close(key, residual)
         return finite, payload
+
+    def _leave_open(self, keys: Sequence[str], residuals: Sequence[Tensor]) -> None:
+        """Hold residuals until their step is decided."""
+        if self.store != "fp32":  # where the stored ones have changed in place
+            self._undecided.update(zip(keys, residuals, strict=True))
 
     def _save(self, key: str, x: Tensor) -> None:
         """Before a residual is stored: let the gradient's memory, which holds the former one, hold its stored bytes."""
-        if self.store in ("bf16", "int8"):
+        if self._kept[key].rounded:
             self._kept[key].copy_to(self._memory(key, x))
 
     def _memory(self, key: str, x: Tensor) -> Tensor:
-        return x.view(torch.uint8)[: self._kept[key].nbytes]
+        """Return the part of a gradient's memory that holds what was stored before."""
+        kept = self._kept[key]
+        return x.view(torch.uint8)[: kept.nbytes] if kept.rounded else x
 
     def _open(self, key: str, x: Tensor, seed: int) -> None:
         """Make sure that a tensor that is about to be encoded has a residual, of zeros at first.
@@ -197,7 +203,7 @@ class ErrorFeedback(Feedback):
         """
         if not self.holds(key):
             self.add_residual(key, torch.zeros(x.numel(), dtype=torch.float32, device=x.device))
-        numel = self._residuals[key].numel() if self.store == "fp32" else self._kept[key].numel
+        numel = self._kept[key].numel
         if numel != x.numel():
             raise ValueError(
                 f"the residual of {key!r} has {numel} elements, got a tensor of {x.numel()}; use another key, or "
@@ -226,9 +232,8 @@ class ErrorFeedback(Feedback):
 
     def _close(self, key: str, residual: Tensor) -> None:
         """Store a new residual."""
-        if self.store != "fp32":
-            self._residuals.pop(key, None)
-            self._kept[key].keep(residual, seed=_OF_STORES ^ self._seeds.get(key, 0))
+        self._undecided.pop(key, None)
+        self._kept[key].keep(residual, seed=_OF_STORES ^ self._seeds.get(key, 0))
 
     def _encode(
         self,
@@ -265,7 +270,7 @@ class ErrorFeedback(Feedback):
             self._save(key, x)
         if x.dtype == torch.float32 and self._keeps_in_one_pass(codec, shape):
             assert isinstance(codec, SelectingCodec)
-            self._residuals.pop(key, None)
+            self._undecided.pop(key, None)
             at, values = codec.elements(payload, shape)
             if codec.sampled:  # padding of a payload was not sent
                 sent = (at < x.numel() - 1) | (values != 0)
@@ -277,7 +282,7 @@ class ErrorFeedback(Feedback):
 
     def _opened(self, key: str) -> Tensor:
         """Return the residual as :meth:`encode` left it."""
-        residual = self._residuals.get(key)
+        residual = self._undecided.get(key)
         return self._kept[key].read() if residual is None else residual
 
     def commit_arrived(
@@ -297,11 +302,11 @@ class ErrorFeedback(Feedback):
             torch._foreach_add_(residuals, list(xs))
         before = [squared_norm_late(residual) for residual in residuals] if measure else []
         arrivals.subtract_from(residuals)
-        if bad is not None and wide and self.store != "fp32":
-            kepts, memories = [self._kept[key] for key in keys], [*map(self._memory, keys, xs)]
-            keep_all(kepts, residuals, seeds=[_OF_STORES ^ self._seeds[key] for key in keys], formers=memories)
+        if bad is not None and wide:
+            seeds = [_OF_STORES ^ self._seeds[key] for key in keys]
+            keep_all([self._kept[key] for key in keys], residuals, seeds=seeds, formers=map(self._memory, keys, xs))
             for key in keys:
-                self._residuals.pop(key, None)
+                self._undecided.pop(key, None)
         else:
             for key, residual in zip(keys, residuals, strict=True):
                 self._close(key, residual)
@@ -320,15 +325,9 @@ class ErrorFeedback(Feedback):
         if changed is not None:
             if changed:
                 self._kept[key].take_former(x)
-        elif self.store != "fp32":
-            # If nothing was committed, the former residual is still stored. Otherwise x holds it.
-            if self._residuals.pop(key, None) is None and x.dtype == torch.float32:
-                if self.store == "cpu":
-                    self._kept[key].keep(x, seed=None)
-                else:
-                    self._kept[key].copy_from(self._memory(key, x))
-        elif x.dtype == torch.float32:
-            self._residuals[key].copy_(x)
+        # If the new residual is only held open, the former one is still stored. Otherwise x holds it.
+        elif self._undecided.pop(key, None) is None and x.dtype == torch.float32:
+            self._kept[key].copy_from(self._memory(key, x))
 
     @property
     def goes_ahead(self) -> bool:
@@ -339,9 +338,6 @@ class ErrorFeedback(Feedback):
         return _has(type(self), "encode", "commit", "can_roll_back", "roll_back", "roll_back_if")
 
     def roll_back_if(self, bad: Tensor, keys: Sequence[str], xs: Sequence[Tensor]) -> None:
-        if self.store == "fp32":
-            kernels.restore_all_if(bad, [self._residuals[key] for key in keys], xs)
-            return
         ways = [(self._in_one_pass.pop(key, None), key, x) for key, x in zip(keys, xs, strict=True)]
         changed = [(self._kept[key], x) for in_one_pass, key, x in ways if in_one_pass]
         codes, exponents = [kept.stored[0] for kept, _ in changed], [kept.stored[1] for kept, _ in changed]
@@ -365,13 +361,8 @@ class ErrorFeedback(Feedback):
         return found
 
     def _copied(self, key: str) -> list[tuple[Tensor, Tensor]]:
-        """Return the memory of a residual as it is stored, in two parts at most, each with a copy."""
-        if self.store == "fp32":
-            return [(self._residuals[key], self._residuals[key].clone())]
-        kept = self._kept[key]
-        memory = torch.empty(kept.nbytes, dtype=torch.uint8, device=kept.stored[0].device)
-        kept.copy_to(memory)
-        return kept.places(memory)
+        """Return a residual as it is stored, in two parts at most, each with a copy."""
+        return [(part, part.clone()) for part in self._kept[key].stored if part is not None]
 
     def encodes_all(self, codec: Codec) -> bool:
         several = codec.encodes_several and _has(type(self), "_encode", "encode_all") and self.goes_ahead
@@ -383,8 +374,6 @@ class ErrorFeedback(Feedback):
     ) -> bool:
         for key, x, seed in zip(keys, xs, seeds, strict=True):
             self._open(key, x, seed)
-        if self.store == "fp32":
-            return self._encode_each(xs, [self._residuals[key] for key in keys], codec, seeds=seeds, outs=outs)
         kepts, least = [self._kept[key] for key in keys], None
         residuals = read_all(kepts)
         if self.store == "int8" and self._keeps_in_one_pass(codec, 1):
@@ -394,7 +383,7 @@ class ErrorFeedback(Feedback):
             finite = kernels.encode_topk_all(xs, ks, outs, residuals=residuals, decay=self.decay, least=least)
         else:
             finite = self._encode_each(xs, residuals, codec, seeds=seeds, outs=outs)
-        formers = [self._memory(key, x) for key, x in zip(keys, xs, strict=True)]
+        formers = map(self._memory, keys, xs)
         keep_all(kepts, residuals, seeds=[_OF_STORES ^ seed for seed in seeds], formers=formers, least=least)
         return finite
 
@@ -420,23 +409,20 @@ class ErrorFeedback(Feedback):
         assert isinstance(codec, TopK)
         for key, x, seed in zip(keys, xs, seeds, strict=True):
             self._open(key, x, seed)
-        if self.store != "fp32":
-            self._residuals.update(zip(keys, read_all([self._kept[key] for key in keys]), strict=True))
-        residuals, ks = [self._residuals[key] for key in keys], [codec.kept(x.numel()) for x in xs]
+        residuals, ks = read_all([self._kept[key] for key in keys]), [codec.kept(x.numel()) for x in xs]
+        self._leave_open(keys, residuals)
         return kernels.encode_topk_all(xs, ks, outs, residuals=residuals, decay=self.decay, subtract=False)
 
     def residual(self, key: str) -> Tensor | None:
-        if self.store == "fp32":
-            return self._residuals.get(key)
         kept = self._kept.get(key)
         return None if kept is None else kept.read()
 
     def holds(self, key: str) -> bool:
-        return key in (self._residuals if self.store == "fp32" else self._kept)
+        return key in self._kept
 
     @property
     def nbytes(self) -> int:
-        tensors = [*self._residuals.values(), *(own.error for own in self._owner_errors.values())]
+        tensors = [*self._undecided.values(), *(own.error for own in self._owner_errors.values())]
         return sum(x.nbytes for x in tensors) + sum(kept.nbytes for kept in self._kept.values())
 
     def owner_error(self, key: str, cut: slice) -> Tensor | None:
@@ -463,28 +449,23 @@ class ErrorFeedback(Feedback):
 
     def take_residual(self, key: str) -> Tensor | None:
         self.reclaim_owner_error(key)
-        if self.store == "fp32":
-            return self._residuals.pop(key, None)
         kept = self._kept.pop(key, None)
         return None if kept is None else kept.read()
 
     def add_residual(self, key: str, residual: Tensor) -> None:
-        if self.store == "fp32":
-            self._residuals[key] = residual
-        else:
-            self._kept[key] = Kept(residual, self.store)
+        self._kept[key] = Kept(residual, self.store)
 
     def entries(self, key: str) -> dict[str, Tensor]:
         residual, own = self.residual(key), self._owner_errors.get(key)
         return ({} if residual is None else {key: residual}) | ({} if own is None else {own.name(key): own.error})
 
     def put_back(self, key: str, entries: Mapping[str, Tensor]) -> None:
-        for held in (self._residuals, self._kept, self._owner_errors):
+        for held in (self._undecided, self._kept, self._owner_errors):
             held.pop(key, None)
         self._add(entries)
 
     def scale(self, factor: float) -> None:
-        for residual in self._residuals.values():
+        for residual in self._undecided.values():
             residual.mul_(factor)
         for kept in self._kept.values():
             kept.keep(kept.read().mul_(factor), seed=None)
@@ -506,12 +487,10 @@ class ErrorFeedback(Feedback):
 
     def state_dict(self) -> dict[str, Tensor]:
         errors = {own.name(key): own.error for key, own in self._owner_errors.items()}
-        if self.store == "fp32":
-            return self._residuals | errors
         return {key: kept.read() for key, kept in self._kept.items()} | errors
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._residuals, self._owner_errors, self._kept = {}, {}, {}
+        self._undecided, self._owner_errors, self._kept = {}, {}, {}
         flat = torch.contiguous_format
         self._add(
             {

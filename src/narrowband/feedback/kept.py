@@ -1,4 +1,4 @@
-"""Store a residual between two steps in fewer bits, or in CPU memory."""
+"""Store a residual between two steps: as it is, in fewer bits, or in CPU memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from narrowband import kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -20,22 +20,29 @@ Store: TypeAlias = Literal["fp32", "bf16", "int8", "cpu"]
 
 
 class Kept:
-    """A flat float32 tensor stored as ``bf16`` or ``int8`` (:mod:`narrowband.kernels.stores`), or in CPU memory.
+    """A flat float32 tensor, stored as it is, in fewer bits (:mod:`narrowband.kernels.stores`) or in CPU memory.
 
-    With ``cpu`` it is stored in float32, and read back onto its own device. A tensor that is read and stored again
-    without a seed stays the same to the bit.
+    With ``fp32``, what :meth:`read` returns is the stored tensor itself, which a step changes in place. With ``cpu`` it
+    is stored in float32, and read back onto its own device. A tensor that is read and stored again without a seed stays
+    the same to the bit.
 
     Args:
-        x: the tensor.
-        store: how to store it.
-        seed: seed of stochastic rounding; None: round to nearest.
+        x: the tensor; with ``fp32`` its memory becomes this one's.
+        store: how to store it. It is rounded to nearest.
+
+    Attributes:
+        numel: elements of the tensor.
+        in_place: whether it is stored as it is, where it is.
+        rounded: whether it is stored in fewer bits.
     """
 
-    def __init__(self, x: Tensor, store: Store, *, seed: int | None = None) -> None:
-        self.numel = x.numel()
+    def __init__(self, x: Tensor, store: Store) -> None:
+        self.numel, self.in_place, self.rounded = x.numel(), store == "fp32", store in ("bf16", "int8")
         self._exponents: Tensor | None = None
         self._device = x.device
-        if store == "cpu":
+        if self.in_place:
+            self._codes = x
+        elif store == "cpu":
             self._codes = torch.empty(self.numel, dtype=torch.float32, device="cpu", pin_memory=x.is_cuda)
         elif store == "int8":
             self._codes = torch.empty(self.numel, dtype=torch.int8, device=x.device)
@@ -43,12 +50,13 @@ class Kept:
             self._exponents = torch.empty(groups, dtype=torch.int8, device=x.device)
         else:
             self._codes = torch.empty(self.numel, dtype=torch.bfloat16, device=x.device)
-        self.keep(x, seed=seed)
+        self.keep(x, seed=None)
 
     def keep(self, x: Tensor, *, seed: int | None) -> None:
-        """Store ``x`` in place of the former tensor."""
-        if self._codes.dtype == torch.float32:
-            self._codes.copy_(x, non_blocking=True)  # safe: reads are queued on the same stream
+        """Store ``x`` in place of the former tensor. A seed is for stochastic rounding; None: round to nearest."""
+        if not self.rounded:
+            if x is not self._codes:  # else it has changed in place
+                self._codes.copy_(x, non_blocking=True)  # safe: reads are queued on the same stream
         elif self._exponents is None:
             kernels.keep_in_16(x, self._codes, seed=seed)
         else:
@@ -82,7 +90,9 @@ class Kept:
         return self._codes, self._exponents
 
     def read(self) -> Tensor:
-        """Return the stored tensor as a new float32 tensor."""
+        """Return the stored tensor: as a new float32 tensor, or itself where it is stored :attr:`in_place`."""
+        if self.in_place:
+            return self._codes
         if self._exponents is None:
             return self._codes.to(self._device, torch.float32, non_blocking=True, copy=True)
         out = torch.empty(self.numel, dtype=torch.float32, device=self._codes.device)
@@ -90,7 +100,7 @@ class Kept:
         return out
 
     def copy_to(self, memory: Tensor) -> None:
-        """Copy the stored bytes into flat uint8 memory of :attr:`nbytes`."""
+        """Copy the stored bytes into memory as :meth:`places` takes it."""
         for codes, place in self.places(memory):
             place.copy_(codes)
 
@@ -100,7 +110,13 @@ class Kept:
             codes.copy_(place)
 
     def places(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return its bytes, in two parts at most, each with the part of ``memory`` that :meth:`copy_to` writes."""
+        """Return what is stored, in two parts at most, each with the part of ``memory`` that :meth:`copy_to` writes.
+
+        Args:
+            memory: flat, of :attr:`nbytes` bytes: uint8 where :attr:`rounded`, else float32.
+        """
+        if not self.rounded:
+            return [(self._codes, memory)]
         codes, exponents = self._codes.view(torch.uint8), self._exponents
         cut = codes.numel()
         pairs = [(codes, memory[:cut])]
@@ -113,7 +129,9 @@ class Kept:
 
 
 def read_all(kepts: Sequence[Kept]) -> list[Tensor]:
-    """Return what is stored as new float32 tensors; on a GPU, in one launch. For ``bf16`` and ``int8`` only."""
+    """Do :meth:`Kept.read` for several tensors of one store, which is not ``cpu``; on a GPU, in one launch."""
+    if all(kept.in_place for kept in kepts):
+        return [kept.read() for kept in kepts]
     outs = [torch.empty(kept.numel, dtype=torch.float32, device=kept.stored[0].device) for kept in kepts]
     kernels.read_all([kept.stored for kept in kepts], outs)
     return outs
@@ -124,16 +142,19 @@ def keep_all(
     xs: Sequence[Tensor],
     *,
     seeds: Sequence[int],
-    formers: Sequence[Tensor],
+    formers: Iterable[Tensor],
     least: Tensor | None = None,
 ) -> None:
     """Do :meth:`Kept.copy_to` into ``formers``, and then :meth:`Kept.keep`; on a GPU, in one launch for all.
 
+    Nothing is done where tensors are stored in place, and a step has changed them.
+
     Args:
-        kepts: for ``bf16`` and ``int8`` only.
+        kepts: of one store, which is not ``cpu``.
         xs: what to store.
         seeds: of stochastic rounding.
         formers: memory for the stored bytes: flat uint8.
         least: see :func:`narrowband.kernels.keep_all`.
     """
-    kernels.keep_all(xs, [kept.stored for kept in kepts], seeds=seeds, formers=formers, least=least)
+    if not all(kept.in_place for kept in kepts):
+        kernels.keep_all(xs, [kept.stored for kept in kepts], seeds=seeds, formers=[*formers], least=least)
