@@ -107,7 +107,7 @@ class Kept:
     def copy_from(self, memory: Tensor) -> None:
         """Restore the bytes that :meth:`copy_to` has written to ``memory``."""
         for codes, place in self.places(memory):
-            codes.copy_(place)
+            codes.copy_(place, non_blocking=True)  # as in keep
 
     def places(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return what is stored, in two parts at most, each with the part of ``memory`` that :meth:`copy_to` writes.
