@@ -274,6 +274,32 @@ def test_steps_before_the_first_average_say_nothing_about_turns():
         assert max(off.values()) < 1e-6
 
 
+def begun_late(rank, world_size, kind):
+    """Both players have stepped without compression, and nobody has cleared their gradients since. Compression begins
+    with a turn of the first.
+    """
+    model, generator = TwoPlayers(), torch.Generator().manual_seed(rank)
+    view = kind == "view"
+    trained = model if kind == "module" else wrap(model, find_unused_parameters=True, gradient_as_bucket_view=view)
+    optimizers = {name: torch.optim.SGD([getattr(model, name)], lr=1.0) for name in PLAYERS}
+    for _ in range(3):
+        trained({name: torch.randn(24, 24, generator=generator) for name in PLAYERS}).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+    handle = compress(trained, SPEC, min_numel=64)
+    optimizers["first"].zero_grad()
+    model.second.requires_grad_(kind != "module")
+    trained({"first": torch.randn(24, 24, generator=generator)}).backward()
+    return {entry.rpartition("/")[2]: float(held.norm()) for entry, held in residuals(handle).items()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", *thorough("view", "module")])
+def test_gradients_from_before_compression_enter_no_residual(kind):
+    for held in run_ranks(begun_late, 2, kind):
+        assert held["first"] > 1
+        assert held.get("second", 0.0) == 0
+
+
 def by_hand(rank, world_size):
     game = Game(Loop(detached=True, own_step=True, clears="both after"))
     with heard() as said:

@@ -182,6 +182,9 @@ class Waiting(Listener):
         self._has_looked = False  # whether one has begun since the last average
         if self._watches and not self._off:
             self._hook()
+        if old in ("versions", "hooks") and not self._off:
+            # The handle is set up between two steps: what gradients there are, an optimizer has stepped with.
+            self._use_up([p for _, p in self._present()])
 
     @property
     def keeps(self) -> bool:
