@@ -328,6 +328,36 @@ def test_where_one_replica_skips_the_step_of_an_optimizer_that_is_not_counted_al
         assert not torch.equal(parameters, flat(mlp()))
 
 
+def in_turns_with_a_scaler(rank, world_size):
+    """The loop makes every other step without the scaler. The other ones it leaves to the scaler, which skips the first
+    of these on replica 1.
+    """
+    model = mlp()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=16.0)
+    handle = nb.compress_updates(model, optimizer, "none", every=8, min_numel=64, grad_scaler=scaler)
+    counts = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank)
+        if step % 2:
+            scaler.scale(loss * (float("inf") if (rank, step) == (1, 1) else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+        counts.append(handle.steps)
+    handle.average()
+    return counts, flat(model), scaler.get_scale()
+
+
+def test_a_step_that_a_scaler_skips_counts_behind_one_that_it_was_not_asked_for():
+    (counts, mine, _), (others, its, scale) = run_ranks(in_turns_with_a_scaler, 2)
+    assert counts == others == [1, 2, 3, 4, 5, 6]
+    assert scale == 8.0  # it did skip one
+    assert torch.equal(mine, its)
+
+
 def sharing(rank, world_size):
     """Two models share a scaler, which updates for each. One steps every time, and the other once in three times; of
     each, replica 1 leaves one step out: its scaler does, and the loop, which has seen the gradients.

@@ -118,11 +118,12 @@ class Steps:
     ) -> None:
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._before, self._after = weakref.WeakMethod(before), weakref.WeakMethod(after)
-        self._counted = False  # whether the last step was, since the scaler was updated
+        self._asked = _asked_of(grad_scaler, optimizers)
+        self._counted = False  # whether a step was that the next update of the scaler will tell of
         self._strangers = _Strangers(model, optimizers)
         self._hooks = [each.register_step_pre_hook(_in_training(before)) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(_in_training(self._count)))
-        self._unwatch = _watch(grad_scaler, optimizers, self._after_update)
+        self._unwatch = _watch(grad_scaler, self._asked, self._after_update)
         taken.update(optimizers)
 
     @property
@@ -135,7 +136,8 @@ class Steps:
         self._hooks.append(self.optimizers[0].register_step_pre_hook(_in_training(call)))
 
     def _count(self) -> None:
-        self._counted = True
+        # Of a step without the scaler no update tells, and the next one may be of a step that the scaler has skipped.
+        self._counted = any(self._asked())
         _call(self._after)
 
     def _after_update(self, asked: bool, last: bool) -> None:
@@ -220,35 +222,46 @@ class _Strangers(Listener):
         ignore(self)
 
 
+def _asked_of(grad_scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], list[bool]]:
+    """Return a function that says, for each optimizer, whether the scaler was asked since its last update to step it,
+    or to unscale its gradients. It does not keep the optimizers alive.
+    """
+    refs = [weakref.ref(each) for each in optimizers]
+
+    def asked() -> list[bool]:
+        # There is no public name for it.
+        known = grad_scaler._per_optimizer_states if grad_scaler is not None and grad_scaler.is_enabled() else {}
+        return [id(ref()) in known for ref in refs]
+
+    return asked
+
+
 def _watch(
-    grad_scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], after: Callable[[bool, bool], None]
+    grad_scaler: torch.amp.GradScaler | None, asked: Callable[[], list[bool]], after: Callable[[bool, bool], None]
 ) -> Callable[[], None]:
     """Call ``after`` after each ``grad_scaler.update()``, so that steps which the scaler skips can be counted, too.
 
     Args:
-        grad_scaler: the scaler to watch; if None, nothing is ever called.
-        optimizers: those that step the model, in this order; the steps of the last are counted. The scaler may serve,
-            and be updated for, other optimizers.
+        grad_scaler: the scaler to watch; if None, nothing is ever called. It may serve, and be updated for, other
+            optimizers than those that step the model.
+        asked: see :func:`_asked_of`.
         after: a bound method. Its arguments say whether, since the last update, the scaler was asked to step any of
-            these optimizers, and the last one, or to unscale its gradients. The scaler keeps neither the method's
-            object nor the optimizers alive.
+            the optimizers, and the last one, whose steps are counted. The scaler does not keep its object alive.
 
     Returns:
         A function that ends the watch. It restores the scaler, unless somebody else has wrapped ``update`` since.
     """
     if grad_scaler is None:
         return lambda: None
-    method, refs, update = weakref.WeakMethod(after), [weakref.ref(each) for each in optimizers], grad_scaler.update
+    method, update = weakref.WeakMethod(after), grad_scaler.update
     watched_before, ended = "update" in vars(grad_scaler), False
 
     @functools.wraps(update)
     def updated(*given: Any, **options: Any) -> None:
-        # Read this before the update, which clears it. There is no public name for it.
-        known = grad_scaler._per_optimizer_states if grad_scaler.is_enabled() else {}
-        asked = [id(ref()) in known for ref in refs]
+        before = asked()  # the update clears it
         update(*given, **options)
         if not ended and (own := method()) is not None:
-            own(any(asked), asked[-1])
+            own(any(before), before[-1])
 
     def end() -> None:
         nonlocal ended
