@@ -24,6 +24,7 @@ from tests.activations.derived import (
     uneven,
 )
 from tests.activations.drawing import kept, kept_bytes
+from tests.activations.helpers import Calls
 from tests.activations.models import error, same
 
 #: PyTorch says so once, of RMS norm under autocast.
@@ -59,6 +60,18 @@ def test_the_bytes_are_those_that_live(name):
         y = model(x)
     assert saved.kept_bytes == kept_bytes([*model.parameters(), *model.buffers(), x], before)
     del y
+
+
+def test_a_weight_of_the_inputs_shape_that_comes_from_a_product_is_not_taken_for_the_normalized_input():
+    found = []
+    for bits in (8, "off"):
+        torch.manual_seed(0)
+        model, x = Calls(lambda h: F.rms_norm(h, h.shape, 0.5 * h)), 100 * torch.randn(64, 32)
+        with compress(model, bits=bits):
+            y = model(x)
+        (y * torch.linspace(-1, 1, 32)).sum().backward()
+        found.append(model.first.weight.grad)
+    torch.testing.assert_close(*found, rtol=0, atol=0.05 * float(found[1].abs().max()))
 
 
 def test_several_who_save_a_result_share_it():

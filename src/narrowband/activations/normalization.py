@@ -25,6 +25,7 @@ from narrowband.activations.recompute import (
     computed,
     copy_of,
     formed,
+    is_normalized,
     made_by,
     nbytes_of,
 )
@@ -77,7 +78,7 @@ class Normalization:
     def made(self, x: Tensor) -> bool:
         """Whether a saved tensor is n, of which codes have been made."""
         composed = not self._centred and self.origin is not None
-        return composed and x.shape == self._input[1] and x.dtype is torch.float32 and made_by(x, "MulBackward0")
+        return composed and x.shape == self._input[1] and x.dtype is torch.float32 and is_normalized(x)
 
     def normalized(self, x: Tensor) -> Tensor | None:
         """Return n, contiguous; None where the input cannot be computed from n.

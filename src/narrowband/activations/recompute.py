@@ -324,8 +324,8 @@ def _is_rstd_of(rstd: tuple[Any, int], x: tuple[Any, int]) -> bool:
     if not _inverts_root(rstd[0]):
         return False
     node = rstd[0].next_functions[0][0]
-    for name in ("AddBackward0", "MeanBackward1"):
-        if node is not None and node.name() == name:
+    for name in ("AddBackward", "MeanBackward1"):  # ε may be added as a tensor, or as a number
+        if node is not None and node.name().startswith(name):
             node = node.next_functions[0][0]
     if node is None or node.name() not in ("PowBackward0", "MulBackward0"):
         return False
