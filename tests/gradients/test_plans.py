@@ -235,6 +235,39 @@ def test_a_policy_sees_what_was_delivered_and_all_ranks_follow_it():
         torch.testing.assert_close(seen[0][1][name], (summed[name] + results[1][2][name]) / 2, rtol=1e-5, atol=1e-6)
 
 
+def planned(rank, world_size, *, shared):
+    """The specs of two models after three decisions, the gradients of one a hundred times those of the other; and those
+    of the first model after the first decision of its next handle.
+    """
+    policies = [Accordion("topk:density=0.3+ef", "topk:density=0.05+ef", every=2) for _ in range(3)]
+    policies = policies[:1] * 3 if shared else policies
+    models = [wrap(mlp()) for _ in range(2)]
+    handles = [compress(model, policy, min_numel=64) for model, policy in zip(models, policies[:2], strict=True)]
+
+    def train_all(steps):
+        for step in range(steps):
+            for at, model in enumerate(models):
+                (loss_of(model, step % 2, rank) * 100.0**at).backward()
+                model.zero_grad()
+
+    train_all(7)
+    found = [handle.plan.specs() for handle in handles]
+    handles[0].remove()
+    again = compress(models[0], policies[2], min_numel=64)
+    train_all(3)
+    return *found, again.plan.specs()
+
+
+def several_plans(rank, world_size):
+    return [planned(rank, world_size, shared=shared) for shared in (True, False)]
+
+
+def test_a_policy_that_several_handles_have_plans_for_each_by_its_own_gradients():
+    for shared, apart in run_ranks(several_plans, 2):
+        assert shared == apart
+        assert [set(plan.values()) for plan in apart] == [{"topk:density=0.05+ef"}] * 2 + [{"topk:density=0.3+ef"}]
+
+
 def delivered(rank, world_size, policy):
     """What each step delivered, in the unit of the loss, and what the policy was shown."""
     model = wrap(mlp(), TINY)

@@ -10,9 +10,11 @@ window.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,7 @@ from narrowband.feedback.base import check_saved
 from narrowband.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -39,6 +41,9 @@ log = logging.getLogger(__name__)
 
 #: What rank 0 sends in place of a plan if no average that the policy looks at was finite.
 _NOTHING_SEEN = b"nothing"
+
+#: Held while a policy has the state of a handle.
+_deciding = threading.Lock()
 
 
 class Controller:
@@ -57,6 +62,8 @@ class Controller:
         self._peers = peers
         self._looked = False
         self._sums: dict[str, Tensor] = {}
+        #: What the policy's next decision here depends on besides gradients; other handles have their own.
+        self._kept: Mapping[str, object] = {} if policy is None else copy.deepcopy(policy.state_dict())
 
     def identity(self) -> list[object]:
         """Return what must be equal on all ranks. Other settings matter on rank 0 only, which decides."""
@@ -155,12 +162,20 @@ class Controller:
                 else torch.zeros(shape, dtype=torch.float32, device=self._device)
                 for name, shape in self._layers.parameters.shapes.items()
             }
-            plan = self.policy.decide(gradients, step=step, traffic=self._layers.traffic)
+            plan = self._plan_of(self.policy, gradients, step)
             plan.check(self._layers.parameters.shapes)
             return plan.to_json().encode()
         except Exception:  # a user's policy may raise anything, and other ranks are waiting
             log.exception("step %d: the policy failed to make a plan", step)
             return b""
+
+    def _plan_of(self, policy: Policy, gradients: Mapping[str, Tensor], step: int) -> Plan:
+        """Let the policy decide by what it has seen of this handle alone."""
+        with _having(policy, self._kept):
+            try:
+                return policy.decide(gradients, step=step, traffic=self._layers.traffic)
+            finally:
+                self._kept = copy.deepcopy(policy.state_dict())
 
     @property
     def _device(self) -> torch.device:
@@ -174,7 +189,7 @@ class Controller:
             return {}
         return {
             "plan": None if self.plan is None else self.plan.to_json(),
-            "policy": {} if self.policy is None else self.policy.state_dict(),
+            "policy": copy.deepcopy(self._kept),
             "looked": self._looked,
             "sums": dict(self._sums),
         }
@@ -197,11 +212,8 @@ class Controller:
                         f"has {numel} elements here; this is the state of another model"
                     )
             if self.policy is not None:
-                before = copy.deepcopy(self.policy.state_dict())
-                try:
-                    self.policy.load_state_dict(state.get("policy", {}))
-                finally:
-                    self.policy.load_state_dict(before)
+                with _having(self.policy, state.get("policy", {})):
+                    pass
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the policy is invalid: {error!r}") from error
 
@@ -212,7 +224,21 @@ class Controller:
         self._looked = state.get("looked", False)
         self._sums = {name: value.clone().to(self._device) for name, value in state.get("sums", {}).items()}
         if self.policy is not None:
-            self.policy.load_state_dict(state.get("policy", {}))
+            self._kept = copy.deepcopy(state.get("policy", {}))
+
+
+@contextlib.contextmanager
+def _having(policy: Policy, state: Mapping[str, object]) -> Iterator[None]:
+    """Let a policy have this state in the block, and its own again afterwards. One object may serve several handles, at
+    the same time, in a thread of each, or in turn.
+    """
+    with _deciding:
+        before = copy.deepcopy(policy.state_dict())
+        try:
+            policy.load_state_dict(copy.deepcopy(state))
+            yield
+        finally:
+            policy.load_state_dict(before)
 
 
 def _broadcast(text: bytes, peers: Peers, device: torch.device) -> bytes:
