@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -298,6 +299,25 @@ def test_gradients_from_before_compression_enter_no_residual(kind):
     for held in run_ranks(begun_late, 2, kind):
         assert held["first"] > 1
         assert held.get("second", 0.0) == 0
+
+
+def begun_within_a_step(rank, world_size):
+    """Compression begins between two backward passes of a step, of which the last one uses the first player alone."""
+    model, generator = TwoPlayers(), torch.Generator().manual_seed(rank)
+    trained = wrap(model, find_unused_parameters=True)
+    x, y = (torch.randn(24, 24, generator=generator) for _ in range(2))
+    with trained.no_sync():
+        trained({"second": y}).backward()
+    handle = compress(trained, "topk:density=1.0+ef", min_numel=64)
+    trained({"first": x}).backward()
+    dist.all_reduce(y)
+    return float((model.second.grad - y / world_size).norm()), handle.step
+
+
+def test_gradients_that_accumulate_when_compression_begins_are_averaged():
+    for off, steps in run_ranks(begun_within_a_step, 2):
+        assert off < 1e-6
+        assert steps == 1
 
 
 def by_hand(rank, world_size):

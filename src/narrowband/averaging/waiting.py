@@ -182,9 +182,6 @@ class Waiting(Listener):
         self._has_looked = False  # whether one has begun since the last average
         if self._watches and not self._off:
             self._hook()
-        if old in ("versions", "hooks") and not self._off:
-            # The handle is set up between two steps: what gradients there are, an optimizer has stepped with.
-            self._use_up([p for _, p in self._present()])
 
     @property
     def keeps(self) -> bool:
@@ -257,6 +254,11 @@ class Waiting(Listener):
     def is_spoilt(self, p: Tensor) -> bool:
         """Whether a parameter's gradient was not finite before the backward pass that runs."""
         return id(p) in self._spoilt
+
+    def begin_between_steps(self) -> None:
+        """Note that an optimizer has stepped with the gradients that there are at set-up."""
+        if not self._off and self._old != "never":
+            self._use_up([p for _, p in self._present()])
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 

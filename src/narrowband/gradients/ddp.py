@@ -89,6 +89,8 @@ class DDPCompression(GradientCompression):
             old = "never" if self._all_used else unused
             self._steps = Steps(self, averaged_by(model), settings.grad_scaler, old=old)
             self._waiting = self._steps.waiting
+            if model.require_forward_param_sync:  # else the pass before was in no_sync, and no step has followed
+                self._waiting.begin_between_steps()
         hook.attach(self)
 
     def _zeros_count(self, *, in_backward: bool) -> bool:

@@ -119,6 +119,7 @@ class ModuleCompression(GradientCompression):
         if self.size > 1:
             self._steps = Steps(self, ((own.name, p) for p, own in by_tensor.items()), settings.grad_scaler)
             self._waiting = self._steps.waiting
+            self._waiting.begin_between_steps()
         own = weakref.ref(self)
         self._arrivals: dict[Tensor, RemovableHandle] = {p: _tell_of_arrival(p, own) for p in by_tensor}
         self._of_model = model.register_forward_hook(Outputs(own))
