@@ -9,6 +9,7 @@ to be sent.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,12 +67,15 @@ class Layout:
         return sum(shard.numel for shard in self.shards)
 
     def trained(self) -> Layout:
-        """Return the layout with only the parameters that get gradients."""
+        """Return the layout of gradients: of the parameters that get any, those of one dtype after those of another."""
         found, at = [], 0
-        for shard in self.shards:
-            if shard.parameter.requires_grad:
-                found.append(shard._replace(at=at))
-                at += shard.numel
+        trained = [shard for shard in self.shards if shard.parameter.requires_grad]
+        if _sends_by_dtype():
+            dtypes = list(dict.fromkeys(shard.parameter.grad_dtype for shard in self.shards))
+            trained.sort(key=lambda shard: dtypes.index(shard.parameter.grad_dtype))
+        for shard in trained:
+            found.append(shard._replace(at=at))
+            at += shard.numel
         return Layout(self.module, tuple(found), self.world_size)
 
     def spans(self) -> list[tuple[slice, bool]]:
@@ -157,6 +161,17 @@ def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
     for module in modules:
         if id(module) not in seen:
             yield from visit(module)
+
+
+@functools.cache
+def _sends_by_dtype() -> bool:
+    """Return whether FSDP2 sorts gradients by their dtypes (``grad_dtype``), as in PyTorch 2.15.
+
+    Older versions send them in the order of the parameters.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    return hasattr(FSDPParamGroup, "_init_reduce_scatter_param_order")
 
 
 def _ranks_and_numel(p: nn.Parameter) -> tuple[int, int]:
