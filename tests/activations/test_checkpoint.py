@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import threading
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import narrowband as nb
 from tests.activations.helpers import payloads
@@ -101,6 +107,34 @@ def test_it_is_what_a_checkpoint_written_by_hand_is(bits, inside, autocast):
     assert same(our_y, plain_y)
     assert all(same(our_grads[name], plain[name]) for name in plain) == (bits == "off")
     assert error(our_grads, plain) < 0.05
+
+
+def saved_products(_, operator, *args, **kwargs):
+    """A selective checkpoint's policy: save what linear layers return, and compute everything else again."""
+    linear = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if linear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.skipif(
+    "respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters,
+    reason="selective checkpoints of this PyTorch know nothing of hooks on saved tensors",
+)
+def test_what_a_selective_checkpoint_saves_is_kept_in_few_bits_if_asked_for():
+    """PyTorch 2.15 has users choose, and warns of a choice that was not made."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, saved_products)
+    found = {}
+    for respected in (False, True):
+        model = made()
+        options = {"use_reentrant": False, "context_fn": contexts, "respect_saved_tensors_hooks": respected}
+        for block in model.blocks:
+            block.mlp.forward = functools.partial(checkpoint, block.mlp.forward, **options)
+        found[respected] = step(model, (images(),), bits=8)
+    _, plain, _ = step(made(), (images(),))
+    (_, grads, exact), (_, rounded, packed) = found[False], found[True]
+    more = packed.raw_bytes - exact.raw_bytes
+    assert 0 < packed.kept_bytes - exact.kept_bytes < 0.4 * more
+    assert 0 < error(rounded, grads) < 0.05
+    assert error(rounded, plain) < 0.05
 
 
 def test_only_the_inputs_are_kept_and_those_in_their_own_bits():
