@@ -22,6 +22,7 @@ from torch import nn
 import narrowband as nb
 from tests.interrupted import leaves, main
 from tests.pipeline.stages import CPU, run_step
+from tests.torches import OLDEST
 
 STEPS = 12
 
@@ -181,7 +182,8 @@ class Loop:
         y = torch.randn(number * SAMPLES, WIDTH, generator=generator)
         samples = torch.randperm(18, generator=generator)[: len(x)]
         self.losses = []
-        if draw.random() < 0.25 and self.name != "ZBVZeroBubble":
+        # With PyTorch 2.11 a schedule whose first step is an evaluation cannot train, whatever the stages.
+        if draw.random() < 0.25 and self.name != "ZBVZeroBubble" and not OLDEST:
             self.model.eval()
             self.losses += self.run(number, x, y, train=False)
             self.model.train()
