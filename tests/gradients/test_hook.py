@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 import narrowband as nb
 from narrowband.averaging.listening import Listener, listen
-from narrowband.gradients.hook import _watches
+from narrowband.gradients.hook import _Watch, _watches
 from tests.garbage import collected_after
 from tests.gradients.training import HUGE, TINY, compress, data, flat, heard, loss_of, mlp, refusal, sgd, train, wrap
 from tests.ranks import run_ranks
@@ -361,3 +361,23 @@ def test_what_averages_by_itself_is_named_with_what_to_do():
         for name, words in expected.items():
             assert errors[name][0] == "TypeError", (name, errors[name])
             assert words in errors[name][1], (name, errors[name])
+
+
+def watches_of_handles(rank, world_size):
+    """How many watches are left of three handles that a model had in turn."""
+
+    def watches():
+        gc.collect()
+        return sum(type(x) is _Watch for x in gc.get_objects())
+
+    model, before = wrap(mlp()), watches()
+    for _ in range(3):
+        handle = compress(model, "qsgd:bits=4")
+        train(model, rank, range(1))
+        handle.remove()
+    train(model, rank, range(1))
+    return watches() - before
+
+
+def test_nothing_watches_for_a_handle_that_was_removed():
+    assert run_ranks(watches_of_handles, 2) == [0, 0]

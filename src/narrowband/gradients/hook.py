@@ -199,9 +199,7 @@ class _Watch(Listener):
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         listen(self)
         _watches.add(self)
-        for p in trained:
-            weakref.finalize(p, _watches.discard, self)
-            break
+        self._ends = [weakref.finalize(p, _watches.discard, self) for p in trained[:1]]
 
     def _is_over(self) -> bool:
         """Whether compression was removed, or the model is gone after it was used."""
@@ -240,6 +238,8 @@ class _Watch(Listener):
             self._steps.clear()
         if self._is_over():
             _watches.discard(self)
+            for end in self._ends:
+                end.detach()  # it would keep this object as long as the parameter lives
             return
         handle = self._handle()
         if handle is not None and handle.paused:
