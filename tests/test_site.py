@@ -414,7 +414,7 @@ def test_the_figures_of_the_front_page_are_those_of_the_records():
     steps = {row["codec"]: row["ratio_to_compute"] for row in record("ddp-200mbit.json")}
     stages = {row["name"]: row["times_none"] for row in record("pipeline-100mbit.json")}
     memory = {row["name"]: row["kept_bytes"] for row in record("memory-deit-tiny-jemalloc.json")}
-    assert f"{steps['none']:.1f}× → {steps['topk:density=0.01+ef']:.1f}×" in page
+    assert f"{steps['none']:.1f}× → {steps['qsgd:bits=4']:.1f}×" in page
     few = stages["uniform:bits=8/qsgd:bits=4"]
     assert f"{few:.1f}× the tokens" in page
     assert f"{few / stages['fp16']:.1f} times those in 16 bits" in page

@@ -151,7 +151,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all_and_nobody_waits_for_it():
             **{what: ("TypeError", "process_group is 3, of type int") for what in heard if what.startswith("a number")},
             "coded work": ("ValueError", "redundancy=0"),
             "name of a layer": ("ValueError", "1.bias: this handle compresses no parameters of these names"),
-            "no mapping": ("AttributeError", "'list'"),
+            "no mapping": ("TypeError", "set_layers takes a dictionary"),
             "spec of a layer": ("DisagreementError", "density=0.5+ef on ranks 0, 2; topk:density=0.4+ef on rank 1"),
         }.items():
             assert heard[what] is not None, what
