@@ -31,25 +31,24 @@ class Kept:
         store: how to store it. It is rounded to nearest.
 
     Attributes:
-        numel: elements of the tensor.
         in_place: whether it is stored as it is, where it is.
         rounded: whether it is stored in fewer bits.
     """
 
     def __init__(self, x: Tensor, store: Store) -> None:
-        self.numel, self.in_place, self.rounded = x.numel(), store == "fp32", store in ("bf16", "int8")
+        self.in_place, self.rounded = store == "fp32", store in ("bf16", "int8")
         self._exponents: Tensor | None = None
         self._device = x.device
         if self.in_place:
             self._codes = x
         elif store == "cpu":
-            self._codes = torch.empty(self.numel, dtype=torch.float32, device="cpu", pin_memory=x.is_cuda)
+            self._codes = torch.empty(x.numel(), dtype=torch.float32, device="cpu", pin_memory=x.is_cuda)
         elif store == "int8":
-            self._codes = torch.empty(self.numel, dtype=torch.int8, device=x.device)
-            groups = -(-self.numel // kernels.STORE_GROUP)
+            self._codes = torch.empty(x.numel(), dtype=torch.int8, device=x.device)
+            groups = -(-x.numel() // kernels.STORE_GROUP)
             self._exponents = torch.empty(groups, dtype=torch.int8, device=x.device)
         else:
-            self._codes = torch.empty(self.numel, dtype=torch.bfloat16, device=x.device)
+            self._codes = torch.empty(x.numel(), dtype=torch.bfloat16, device=x.device)
         self.keep(x, seed=None)
 
     def keep(self, x: Tensor, *, seed: int | None) -> None:
@@ -121,6 +120,11 @@ class Kept:
         cut = codes.numel()
         pairs = [(codes, memory[:cut])]
         return pairs if exponents is None else [*pairs, (exponents.view(torch.uint8), memory[cut:])]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return self._codes.numel()
 
     @property
     def nbytes(self) -> int:
