@@ -434,6 +434,24 @@ def test_a_norm_that_is_none_is_a_critical_regime():
     assert policy.state_dict() == {"w": 4.0}
 
 
+def test_a_policy_that_saves_a_state_and_loads_none_is_no_class():
+    with pytest.raises(TypeError, match=r"^Counting has a state_dict and no load_state_dict, which handles call"):
+
+        class Counting(GlobalTopK):
+            def state_dict(self):
+                return {"decisions": 1}
+
+    class Loads(GlobalTopK):
+        def load_state_dict(self, state):
+            super().load_state_dict({})
+
+    class Both(Loads):
+        def state_dict(self):
+            return {"decisions": 1}
+
+    Both(0.01).load_state_dict(Both(0.01).state_dict())
+
+
 def test_times_of_policies_are_whole_numbers():
     numpys = {"every": np.int64(4), "warmup_steps": np.int32(3), "last": np.int64(2)}
     policy = nb.LGreCo("powersgd:rank=2", **numpys)

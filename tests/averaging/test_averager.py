@@ -347,6 +347,48 @@ def test_an_average_before_the_first_backward_is_said_once():
     assert of_second == [[], []]
 
 
+def heard_of_parameters(rank, world_size):
+    """What is said at the first two averages, by how the ranks' parameters came about."""
+
+    def drawn(model):
+        for p in model.parameters():
+            nn.init.normal_(p)
+
+    def loaded_later(model):
+        model.load_state_dict(mlp().state_dict())
+
+    def one_element_differs(model):
+        model[3].bias.data[-1] += 1e-6 * rank
+
+    def frozen_differs(model):
+        model[0].weight.data += rank
+
+    said = {}
+    for change in (drawn, loaded_later, one_element_differs, frozen_differs):
+        model = mlp()
+        torch.manual_seed(rank)
+        if change is loaded_later:
+            drawn(model)
+        model[0].weight.requires_grad_(change is not frozen_differs)
+        averager = nb.Averager(model, "qsgd:bits=4", min_numel=64)
+        change(model)
+        with heard() as messages:
+            for step in range(2):
+                loss_of(model, step, rank).backward()
+                averager.average()
+        said[change.__name__] = messages
+    return said
+
+
+def test_ranks_that_begin_with_other_parameters_are_told_at_the_first_average():
+    said, *others = run_ranks(heard_of_parameters, 3)
+    assert not any(messages for of_rank in others for messages in of_rank.values())
+    (drawn,), (one,) = said.pop("drawn"), said.pop("one_element_differs")
+    assert said == {"loaded_later": [], "frozen_differs": []}
+    assert drawn.startswith("ranks have different parameters: 0.weight, 0.bias, 1.weight and 7 others. They get")
+    assert one.startswith("ranks have different parameters: 3.bias. They get the same averages, so they stay different")
+
+
 def loops(rank):
     """Name → a training loop of five steps, given model, averager and step."""
     others = []

@@ -62,7 +62,13 @@ def test_how_far_shards_have_changed_is_asked_for_all_of_them_at_once(monkeypatc
     shards = [(SimpleNamespace(at=100 * i, compressed=True), torch.randn(100)) for i in range(9)]
     asked = []
     parameters = ParameterExchange(
-        SimpleNamespace(own=lambda: shards), nb.codec("uniform:bits=8"), 0, None, {}, None, referenced=True
+        SimpleNamespace(own=lambda: shards),
+        nb.codec("uniform:bits=8"),
+        0,
+        None,
+        exchanges.Common(),
+        None,
+        referenced=True,
     )
     assert parameters.look(0) == WHOLE
     parameters.reference = torch.cat([own for _, own in shards])[None]

@@ -72,6 +72,46 @@ def test_why_nothing_is_compressed_is_said_by_one_rank():
     assert of_float32 == []
 
 
+class PartlyUsed(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.used, self.other = nn.Linear(24, 40), nn.Linear(40, 8, dtype=dtype)
+        self.part = 0
+
+    def forward(self, x):
+        h = self.used(x)
+        return h[:, :8] if self.part else self.other(h.to(self.other.weight.dtype))
+
+
+def of_other_sizes(rank, world_size, apart):
+    """What is said of modules of which FSDP2 sends something else than all parameters in one dtype."""
+    said = []
+    for dtype, parts in ((torch.float32, (0, 1, 0, 1)), (torch.bfloat16, (0, 0))):
+        torch.manual_seed(0)
+        model = nn.Sequential(PartlyUsed(dtype))
+        for layer in (model[0].used, model[0].other) if apart else ():
+            fully_shard(layer, mesh=mesh_of(world_size))
+        fully_shard(model[0], mesh=mesh_of(world_size))
+        fully_shard(model, mesh=mesh_of(world_size))
+        handle = compress(model)
+        with heard() as messages:
+            for model[0].part in parts:
+                model(torch.ones(3, 24)).float().square().mean().backward()
+        said.append((messages, handle.stats().total.ratio))
+    return said
+
+
+def test_what_is_sent_uncompressed_because_of_its_size_is_said_by_one_rank():
+    ((of_gradients,), _), ((of_parameters,), ratio) = run_ranks(of_other_sizes, 2, False)[0]
+    assert of_gradients.startswith("gradients of 0 are sent uncompressed at times: some of its parameters get no grad")
+    assert of_parameters.startswith("parameters of 0 are sent uncompressed at times: FSDP2 gathers them in several dt")
+    assert 1 <= ratio < 1.1
+    apart, others = run_ranks(of_other_sizes, 2, True)
+    for (messages, ratio), (of_other, _) in zip(apart, others, strict=True):
+        assert messages == of_other == []
+        assert ratio > 2
+
+
 def without_anything(rank, world_size):
     """What is said of models of which FSDP2 sends nothing, or nothing yet, and where nothing is asked for."""
     mesh = mesh_of(world_size)

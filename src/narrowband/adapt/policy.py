@@ -40,6 +40,14 @@ class Policy(ABC):
     warmup_steps: int
     last: int = 0
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.state_dict is not Policy.state_dict and cls.load_state_dict is Policy.load_state_dict:
+            raise TypeError(
+                f"{cls.__name__} has a state_dict and no load_state_dict, which handles call before every decision; "
+                "write that method, too"
+            )
+
     @property
     @abstractmethod
     def start(self) -> Compression:

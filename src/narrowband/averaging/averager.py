@@ -17,7 +17,7 @@ from narrowband.averaging.gradient_group import GradientGroup, has_sparse_gradie
 from narrowband.averaging.handle import Handle
 from narrowband.averaging.listening import STEPS_WITHOUT_AVERAGE, Listener, ignore, listen, living
 from narrowband.averaging.parameters import norms_of, rounded, sparse_of
-from narrowband.averaging.replicas import check_once, check_outside_ddp, check_replica, groups_of_replica
+from narrowband.averaging.replicas import check_once, check_outside_ddp, check_replica, differ, groups_of_replica
 from narrowband.averaging.settings import EARLY_NBYTES, MESSAGE_NBYTES, Settings
 from narrowband.averaging.waiting import Waiting
 from narrowband.averaging.who import reshard
@@ -55,7 +55,7 @@ class Averager(Handle):
     A hook of ``register_post_accumulate_grad_hook`` runs in backward, so it sees this rank's own gradient.
 
     A log line says so once if an optimizer makes several steps with gradients that were not averaged, or if they are
-    averaged after its step.
+    averaged after its step. So it does if ranks have different parameters at the first average.
 
     Where optimizers take turns, as those of a GAN, create an averager for each, and average with that of the optimizer
     that steps. If one averager serves all, residuals get back what averages took or left that no optimizer used. A log
@@ -122,6 +122,7 @@ class Averager(Handle):
         norms = norms_of(tensors) if isinstance(tensors, nn.Module) else []
         self._sparse = sparse_of(tensors) if isinstance(tensors, nn.Module) else set()
         self._module = weakref.ref(tensors) if isinstance(tensors, nn.Module) else None
+        self._compared = False
         super().__init__(pairs, norms, settings, group_or(process_group), set_up="Averager", step="average")
         if warning := rounded(pairs):
             self.layers.warn_once(warning)
@@ -182,6 +183,24 @@ class Averager(Handle):
         if self._waiting is not None:
             self._forgotten.averaged()
             self._waiting.averaged([p for group in groups for p in group.left_out])
+        if not self._compared:  # here and not at set-up, after which ranks may still load a checkpoint
+            self._compared = True
+            self._warn_of_other_parameters()
+
+    def _warn_of_other_parameters(self) -> None:
+        """Say so if ranks have different parameters: averages make the same change to all, so these remain different. A
+        collective.
+        """
+        by_tensor = self.layers.parameters.by_tensor
+        different = differ(by_tensor, self._peers)
+        if names := [own.name for own, differs in zip(by_tensor.values(), different, strict=True) if differs]:
+            named = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+            self.layers.warn_once(
+                f"ranks have different parameters: {named}. They get the same averages, so they stay different, and "
+                "gradients are those of different models. Begin with the same seed or checkpoint on all ranks, or "
+                "broadcast the parameters first: an Averager does not. If they are different on purpose, ignore this "
+                "warning"
+            )
 
     def _step_facts(self) -> Facts:
         """Return which gradients are sparse: a rank's sparse message must not meet another rank's dense one. And which

@@ -17,7 +17,9 @@ from narrowband.averaging.agreement import Agreement
 from narrowband.averaging.flat import GROUP_NBYTES, empty_like, groups_of, local, parts_of, real, rows_of
 from narrowband.averaging.who import ddps_in, handles_of
 from narrowband.collectives import Peers, can_send_from, wait_for
+from narrowband.collectives.primitives import all_gather
 from narrowband.errors import UnsupportedError
+from narrowband.kernels import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from narrowband.averaging.agreement import Facts
 
-__all__ = ["begin_with_the_first", "check_once", "check_parts", "check_replica", "groups_of_replica"]
+__all__ = ["begin_with_the_first", "check_once", "check_parts", "check_replica", "differ", "groups_of_replica"]
 
 #: Parameters are compared and sent in pieces of this many bytes.
 _PIECE_NBYTES = 1 << 20
@@ -197,6 +199,19 @@ def begin_with_the_first(model: nn.Module, group: dist.ProcessGroup | None) -> i
                 for x, part in zip(together, parts_of(flat, map(rows_of, together)), strict=True):
                     real(x).copy_(part)
     return received
+
+
+def differ(tensors: Iterable[Tensor], peers: Peers) -> list[bool]:
+    """Return of each tensor whether any two ranks have other bits in it: their checksums differ. A collective; ranks
+    have tensors of the same shapes, or each the same shard.
+    """
+    marks = torch.stack([checksum(real(local(x))) for x in tensors])
+    mine = marks if can_send_from(peers.group, marks.device) else marks.cpu()
+    of_all = torch.empty(peers.size, mine.numel(), dtype=torch.int64, device=mine.device)
+    if (work := all_gather(of_all, mine, peers)) is not None:
+        work.wait()
+    found: list[bool] = (of_all != of_all[0]).any(0).tolist()
+    return found
 
 
 def _check_same(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> None:

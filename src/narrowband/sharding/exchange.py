@@ -20,6 +20,7 @@ of one step's change, however many steps there were. This requires δ < 1.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from narrowband.codecs import Codec
     from narrowband.sharding.layout import Layout
 
-__all__ = ["DIFFERENCES", "NOTHING", "WHOLE", "GradientExchange", "ParameterExchange"]
+__all__ = ["DIFFERENCES", "NOTHING", "WHOLE", "Common", "GradientExchange", "ParameterExchange"]
+
+log = logging.getLogger(__name__)
 
 #: What is sent of a module's parameters. If ranks need different ones, the largest is sent by all.
 NOTHING, DIFFERENCES, WHOLE = 0, 1, 2
@@ -52,6 +55,40 @@ _FAR = 0.5
 _MASK = (1 << 64) - 1
 
 
+class Common:
+    """What all exchanges of a model share: one thread for all their messages, and what was said already."""
+
+    def __init__(self) -> None:
+        self._peers: dict[int, Peers] = {}
+        self._said: set[str] = set()
+
+    def among(self, group: dist.ProcessGroup) -> Peers:
+        """Return the ranks of a group."""
+        if id(group) not in self._peers:
+            self._peers[id(group)] = Peers.of(group)
+        return self._peers[id(group)]
+
+    def close(self) -> None:
+        """End the thread."""
+        for peers in self._peers.values():
+            peers.close()
+        self._peers.clear()
+
+    def say_of_other_sizes(self, what: str, layout: Layout, group: dist.ProcessGroup, why: str) -> None:
+        """Warn once, on the group's first rank, that something has another size than the layout, so it is sent as it
+        is.
+        """
+        if group.size() == layout.world_size and what not in self._said:
+            self._said.add(what)
+            if group.rank() == 0:
+                log.warning(
+                    "%s of %s are sent uncompressed at times: %s (said of the first such module only)",
+                    what,
+                    layout.module or "the model",
+                    why,
+                )
+
+
 class _Exchange:
     """One of the two collectives of one module, with the interface that FSDP2 expects of custom collectives.
 
@@ -60,7 +97,7 @@ class _Exchange:
         codec: the codec of matrices; None: nothing is compressed.
         seed: seed of stochastic rounding, different for each module.
         count: called with the bytes that this rank would have sent uncompressed, and the bytes that it sent.
-        met: group id → its ranks. All exchanges of a model share it, and with it one thread for all their messages.
+        common: what all exchanges of a model share.
     """
 
     def __init__(
@@ -69,7 +106,7 @@ class _Exchange:
         codec: Codec | None,
         seed: int,
         count: Callable[[int, int], None],
-        met: dict[int, Peers],
+        common: Common,
     ) -> None:
         self.layout = layout
         self.calls = 0
@@ -77,7 +114,7 @@ class _Exchange:
         self._seed = seed
         self._count = count
         self._messages: dict[tuple[Any, ...], Message] = {}
-        self._peers = met
+        self._common = common
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a flat tensor. FSDP2 calls this."""
@@ -86,14 +123,7 @@ class _Exchange:
     def close(self) -> None:
         """Stop compressing: from now on everything is sent as it is."""
         self._codec = None
-        for peers in self._peers.values():
-            peers.close()
-        self._peers.clear()
-
-    def _among(self, group: dist.ProcessGroup) -> Peers:
-        if id(group) not in self._peers:
-            self._peers[id(group)] = Peers.of(group)
-        return self._peers[id(group)]
+        self._common.close()
 
     def _message(self, layout: Layout, codec: Codec, dtype: torch.dtype) -> Message:
         key = (dtype, *((shard.numel, shard.compressed) for shard in layout.shards))
@@ -118,11 +148,17 @@ class GradientExchange(_Exchange):
         raw = reduce_scatter_nbytes(input_tensor.nbytes, size, by_gloo=by_gloo)
         layout = self.layout.trained()
         if self._codec is None or layout.numel != numel or layout.world_size != size:
-            # Sizes differ if some parameters got no gradient: then the others lie elsewhere than the layout says.
+            # The gradients lie elsewhere than the layout says.
+            if self._codec is not None:
+                why = (
+                    "some of its parameters get no gradient in some steps; call fully_shard also with the modules that "
+                    "are not always used, so that their gradients travel by themselves"
+                )
+                self._common.say_of_other_sizes("gradients", layout, group, why)
             self._count(raw, raw)
             return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         message = self._message(layout, self._codec, input_tensor.dtype)
-        peers = self._among(group)
+        peers = self._common.among(group)
         peers.open_pairs(input_tensor.device)
         parts = input_tensor.view(size, numel)
         others = [rank for rank in range(size) if rank != peers.rank]
@@ -164,12 +200,12 @@ class ParameterExchange(_Exchange):
         codec: Codec | None,
         seed: int,
         count: Callable[[int, int], None],
-        met: dict[int, Peers],
+        common: Common,
         agree: Callable[[ParameterExchange], None],
         *,
         referenced: bool,
     ) -> None:
-        super().__init__(layout, codec, seed, count, met)
+        super().__init__(layout, codec, seed, count, common)
         self.reference: Tensor | None = None
         self.due = WHOLE
         self.mark: int | None = None
@@ -216,8 +252,14 @@ class ParameterExchange(_Exchange):
         raw = all_gather_nbytes(numel * input_tensor.element_size(), size)
         if self._codec is None or self.layout.numel != numel or self.layout.world_size != size:
             # Sizes differ in a gather among some of the ranks, of what was gathered before (reshard_after_forward=2).
+            if self._codec is not None:
+                why = (
+                    "FSDP2 gathers them in several dtypes; give all parameters of a module that fully_shard was called "
+                    "with one dtype"
+                )
+                self._common.say_of_other_sizes("parameters", self.layout, group, why)
             self._count(raw, raw)
-            work = all_gather(output_tensor, input_tensor, self._among(group))
+            work = all_gather(output_tensor, input_tensor, self._common.among(group))
             if work is not None and not async_op:
                 work.wait()
             return work
@@ -226,7 +268,7 @@ class ParameterExchange(_Exchange):
                 f"an earlier exchange of the parameters of {self.layout.module or 'the model'} failed, so ranks may "
                 "have different parameters; restart all ranks from a checkpoint"
             )
-        peers = self._among(group)
+        peers = self._common.among(group)
         out = output_tensor.view(size, numel)
         self._broken = True
         if self.referenced:

@@ -20,7 +20,7 @@ from narrowband.collectives import Peers, all_reduce_nbytes
 from narrowband.collectives.primitives import all_gather
 from narrowband.compiler import refuse_compiled_autograd, unseen
 from narrowband.errors import UnsupportedError
-from narrowband.sharding.exchange import NOTHING, GradientExchange, ParameterExchange
+from narrowband.sharding.exchange import NOTHING, Common, GradientExchange, ParameterExchange
 from narrowband.stats import Stats, StepRecord
 from narrowband.units import counted, format_bytes
 
@@ -97,16 +97,16 @@ class ShardCompression:
         self._looks = 0
         self._dtypes: dict[str, torch.dtype] = {}  # of parameters, in the first forward pass
         own = weakref.WeakMethod(self._count)
-        met: dict[int, Peers] = {}
+        common = Common()
         for at, (_, layout) in enumerate(modules):
             each = seed * 0x9E3779B97F4A7C15 + at * 0xD6E8FEB86659FD93
-            sender = GradientExchange(layout, gradients, each, _counter(own, of_gradients=True), met)
+            sender = GradientExchange(layout, gradients, each, _counter(own, of_gradients=True), common)
             gatherer = ParameterExchange(
                 layout,
                 parameters,
                 each + 1,
                 _counter(own, of_gradients=False),
-                met,
+                common,
                 _agreer(self),
                 referenced=referenced,
             )
