@@ -82,15 +82,9 @@ class Config:
         seed: Seed of parameters, data and codecs.
     """
 
-    codecs: tuple[str, ...] = (
-        "qsgd:bits=4",
-        "eden:bits=1",
-        "topk:density=0.01+ef",
-        "updates topk:density=0.01+ef",
-        "updates sign+ef",
-    )
+    codecs: tuple[str, ...] = ("qsgd:bits=4", "eden:bits=1", "topk:density=0.01+ef")
     nodes: int = 4
-    steps: int = 170
+    steps: int = 100
     model: str = "gpt-demo"
     learning_rate: float = 1e-3
     seed: int = 0

@@ -254,8 +254,8 @@ class ParameterExchange(_Exchange):
             # Sizes differ in a gather among some of the ranks, of what was gathered before (reshard_after_forward=2).
             if self._codec is not None:
                 why = (
-                    "FSDP2 gathers them in several dtypes; give all parameters of a module that fully_shard was called "
-                    "with one dtype"
+                    "FSDP2 gathers them in several dtypes; call fully_shard also with the modules of another dtype, so "
+                    "that these travel by themselves"
                 )
                 self._common.say_of_other_sizes("parameters", self.layout, group, why)
             self._count(raw, raw)
