@@ -137,16 +137,15 @@ def _conclusion(found: Records) -> str:
     stages, memory = _rows(found, "stages", "name"), _rows(found, "memory", "name")
     kept = 1 - memory["bf16, 8 bits"]["kept_bytes"] / memory["bf16"]["kept_bytes"]
     longer = memory["bf16, 8 bits"]["ratio_to_same_precision"]
-    of_gradients, of_updates = own, f"updates {own}"
-    loss, four, sparse, updates = (
-        f"{demo[spec]['heldout_loss']:.2f}" for spec in (whole, "qsgd:bits=4", of_gradients, of_updates)
+    loss, four, one, sparse = (
+        f"{demo[spec]['heldout_loss']:.2f}" for spec in (whole, "qsgd:bits=4", "eden:bits=1", own)
     )
     return (
         f"At 200 Mbit/s a step takes {_times(slow[whole])} as long as one that sends nothing, in 16 bits "
         f"{_times(slow[half])}, and with the largest 1 % of the gradient {_times(slow[own])}; at 1 Gbit/s "
         f"{_times(fast[whole])}, {_times(fast[half])} and {_times(fast[own])}. The demo's held-out loss is "
-        f"{loss} uncompressed, {four} in 4 bits, and with the largest 1 % {sparse} of gradients and {updates} of "
-        "updates. Between stages, 8 bits forward and 4 back train "
+        f"{loss} uncompressed, {four} in 4 bits, {one} in one rotated bit, and {sparse} with the largest 1 %. "
+        "Between stages, 8 bits forward and 4 back train "
         f"{stages['uniform:bits=8/qsgd:bits=4']['times_none']:.1f} times as many tokens per second. In 8 bits a "
         f"vision transformer under bf16 keeps {kept:.0%} less for backward, in steps {longer:.2f} times as long."
     )
@@ -408,10 +407,9 @@ def page(found: Records, path: Path) -> None:
         *_table(
             "The demo",
             "A GPT of 3.3 million parameters on the source text of Python's standard library, four ranks, one seed. "
-            "Each rank has two windows of 32 bytes in a step; 170 steps of AdamW, betas 0.9 and 0.95, weight decay "
-            "0.1, gradients clipped at norm 1; the learning rate rises to 0.001 over 30 % of the steps and falls "
-            "along a cosine to a tenth of that. Where a row begins with updates, ranks step their own optimizers and "
-            "send what these changed.",
+            f"Each rank has two windows of 32 bytes in a step; {found['demo']['config']['steps']} steps of AdamW, "
+            "betas 0.9 and 0.95, weight decay 0.1, gradients clipped at norm 1; the learning rate rises to 0.001 over "
+            "30 % of the steps and falls along a cosine to a tenth of that.",
             ("codec", "times less traffic", "held-out loss"),
             [
                 (_code(name), f"{row['times_less_traffic']:.1f}", f"{row['heldout_loss']:.3f}")
