@@ -40,6 +40,22 @@ def test_another_cut_or_collective_moves_it_into_the_residual_where_it_counts_as
     assert torch.equal(owner_of(1).take_residual("w"), moved)
 
 
+@pytest.mark.parametrize("store", ["bf16", "int8"])
+def test_what_moves_into_a_rounded_residual_is_the_same_after_a_resume(store):
+    feedback, resumed = ErrorFeedback(store=store), ErrorFeedback(store=store)
+    codec, x = nb.codec("qsgd:bits=2"), torch.randn(300, generator=torch.Generator().manual_seed(0))
+    feedback.encode("w", x, codec, shape=(300,), seed=5, commit=True)
+    feedback.set_owner_error("w", slice(100, 200), torch.linspace(-1, 1, 100), numel=300, ranks=RANKS)
+    resumed.load_state_dict({name: value.clone() for name, value in feedback.state_dict().items()})
+    before = feedback.residual("w").clone()
+    for each in (feedback, resumed):
+        each.reclaim_owner_error("w")
+    assert torch.equal(feedback.residual("w"), resumed.residual("w"))
+    assert not torch.equal(feedback.residual("w"), before)
+    if store == "bf16":  # no groups, so that others keep their bits
+        assert torch.equal(feedback.residual("w")[200:], before[200:])
+
+
 def test_a_newer_error_takes_the_place_of_the_one_before():
     feedback = owner_of(2)
     feedback.set_owner_error("w", CUTS[2], torch.full((4,), 0.125), numel=N, ranks=RANKS)

@@ -233,7 +233,7 @@ class ErrorFeedback(Feedback):
     def _close(self, key: str, residual: Tensor) -> None:
         """Store a new residual."""
         self._undecided.pop(key, None)
-        self._kept[key].keep(residual, seed=_OF_STORES ^ self._seeds.get(key, 0))
+        self._kept[key].keep(residual, seed=_OF_STORES ^ self._seeds[key])
 
     def _encode(
         self,
@@ -445,7 +445,9 @@ class ErrorFeedback(Feedback):
         if own is not None:
             residual = self._opened(key)
             residual[own.cut].add_(own.error, alpha=own.ranks)
-            self._close(key, residual)
+            self._undecided.pop(key, None)
+            # To nearest: this is before a step draws its seed, and a run that resumes does not know the last one.
+            self._kept[key].keep(residual, seed=None)
 
     def take_residual(self, key: str) -> Tensor | None:
         self.reclaim_owner_error(key)
