@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -391,6 +392,20 @@ def test_lab_passes_on_the_exit_code_and_writes_the_counts(narrow, tmp_path):
     assert [rank["rank"] for rank in written["ranks"]] == [0, 1]
     assert written["exit_code"] == 1
     assert written["told"] == [{"loss": 1.5, "worst": None}, None]  # JSON has no NaN
+
+
+@pytest.mark.lab
+def test_ctrl_c_loses_no_counts_of_a_lab(tmp_path):
+    target, told = tmp_path / "lab.json", 'echo "[$RANK]" > "$NARROWBAND_TOLD/$RANK.json"'
+    both = f'until [ -s "$NARROWBAND_TOLD/1.json" ]; do sleep 0.02; done; touch {tmp_path}/ready-$RANK'
+    ranks = ["sh", "-c", f"{told}; {both}; exec sleep 60"]
+    said = stopped(["lab", "--nodes", "2", "--json", str(target), "--", *ranks], tmp_path, "ready-0")
+    assert f"written: {target}" in said
+    written = json.loads(target.read_text())
+    assert written["exit_code"] == 128 + signal.SIGINT
+    assert [rank["exit_code"] for rank in written["ranks"]] == [128 + signal.SIGINT] * 2
+    assert written["told"] == [[0], [1]]
+    assert all(rank["sent_bytes"] >= 0 for rank in written["ranks"])
 
 
 def test_ctrl_c_keeps_finished_rows_and_resume_goes_on(narrow, tmp_path):

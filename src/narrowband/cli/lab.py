@@ -88,19 +88,20 @@ class Lab:
             loss=self.loss,
             timeout_s=self.timeout,
         )
-        if self.json is None:
-            report = run(config, behind)
-            self._show(report, console)
-            return report.exit_code
+        if self.json is None:  # reports are shown on Ctrl-C, too
+            return run(config, behind, on_end=functools.partial(self._show, console=console)).exit_code
         with tempfile.TemporaryDirectory(prefix="narrowband-told-") as folder:
-            report = run(config, behind, {"NARROWBAND_TOLD": folder})
-            told = [_told(Path(folder) / f"{rank}.json") for rank in range(config.ranks)]
-        record = provenance() | {"config": asdict(config)} | report.to_dict() | {"told": told}
-        with written_first(functools.partial(write_json, self.json, record)) as written:
-            self._show(report, console)
-            if written:
-                console.print(f"written: {self.json}", style="dim", markup=False, highlight=False)
-        return report.exit_code
+
+            def keep(report: LabReport) -> None:
+                told = [_told(Path(folder) / f"{rank}.json") for rank in range(config.ranks)]
+                record = provenance() | {"config": asdict(config)} | report.to_dict() | {"told": told}
+                assert self.json is not None
+                with written_first(functools.partial(write_json, self.json, record)) as written:
+                    self._show(report, console)
+                    if written:
+                        console.print(f"written: {self.json}", style="dim", markup=False, highlight=False)
+
+            return run(config, behind, {"NARROWBAND_TOLD": folder}, on_end=keep).exit_code
 
     def _show(self, report: LabReport, console: Console) -> None:
         from narrowband.report.tables import lab_table

@@ -79,6 +79,7 @@ def run(
     *,
     stdout: int | IO[Any] | None = None,
     stderr: int | IO[Any] | None = None,
+    on_end: Callable[[LabReport], object] | None = None,
 ) -> LabReport:
     """Run ``command`` once per rank, each behind its own link, until all ranks have ended.
 
@@ -97,6 +98,7 @@ def run(
         command: Program and arguments, started without a shell.
         env: Variables laid over this process's and the lab's own.
         stdout, stderr: Where the ranks' output goes, as in :func:`subprocess.run` but for PIPE; None is this process's.
+        on_end: Called with the report when all ranks have ended, also after one signal: before that takes its course.
 
     Raises:
         ValueError: ``command`` is empty or its program does not exist.
@@ -116,9 +118,18 @@ def run(
         advice = f"write python {command[0]}" if command[0].endswith(".py") else "give its path or correct PATH"
         raise ValueError(f"command {command[0]!r} was not found or is not executable; {advice}")
     rank_env = [rank_environment(config, rank) | overrides for rank in range(config.ranks)]
-    reply = _supervise(config, command, base, rank_env, stdout, stderr)
+
+    def ended(reply: dict[str, Any]) -> None:
+        if on_end is not None and "problems" not in reply:
+            on_end(_report_of(reply, config))
+
+    reply = _supervise(config, command, base, rank_env, stdout, stderr, ended=ended)
     if "problems" in reply:
         raise UnsupportedError("\n".join(reply["problems"]))
+    return _report_of(reply, config)
+
+
+def _report_of(reply: dict[str, Any], config: LabConfig) -> LabReport:
     ranks = []
     for rank, code in enumerate(reply["exit_codes"]):
         counts = reply["counters"][rank // config.per_node]
@@ -174,8 +185,10 @@ def _supervise(
     stdout: int | IO[Any] | None,
     stderr: int | IO[Any] | None,
     nodes: int | None = None,
+    ended: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Run a supervisor to its end and return its reply.
+    """Run a supervisor to its end and return its reply. ``ended`` gets it first, before a signal that was relayed takes
+    its course.
 
     What it created is gone when this returns, or soon after this raises.
     """
@@ -218,9 +231,11 @@ def _supervise(
             raise
         finally:
             exit_code = process.wait()
+        reply: dict[str, Any] = json.loads(line) if line else {}
+        if reply and ended is not None:
+            ended(reply)
     if not line:
         raise RuntimeError(f"the lab's supervisor process ended with exit code {exit_code} and without a report")
-    reply: dict[str, Any] = json.loads(line)
     return reply
 
 
