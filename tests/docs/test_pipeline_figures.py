@@ -29,3 +29,9 @@ def test_losses_between_stages_are_those_of_the_record():
         assert in_readme.format(said) in readme
         perplexity = groups.compared(own, dense)
         assert in_guide.format(f"{perplexity.mean:.2f} ± {perplexity.margin:.2f}") in guide
+    rotated = groups.needed(found, "gpt", "8 bits, gradients 2 rotated")
+    loss, perplexity = groups.compared(rotated, dense, relative=True, of=math.log), groups.compared(rotated, dense)
+    assert list(loss.seeds) == [0, 1, 2]
+    assert f"by {100 * loss.mean:.1f} ± {100 * loss.margin:.1f} %" in guide
+    row = f"| 8 bits forward, `eden:bits=2` back | {perplexity.mean:.2f} ± {perplexity.margin:.2f} |"
+    assert row in guide
