@@ -19,7 +19,7 @@ demo: $(DEV)  ## train a small GPT on four ranks with and without compression, a
 
 # Processes share the cores: a thread that spins while it waits takes them from another test. And tests start hundreds of
 # interpreters: where bytecode may not be written, each would compile all modules again.
-test: $(DEV)  ## run the tests, three files at a time (about a quarter of an hour on 2 slow cores); PYTEST_ADDOPTS="-k ranks" narrows them
+test: $(DEV)  ## run the tests, three files at a time (a quarter to half of an hour on 2 slow cores); PYTEST_ADDOPTS="-k ranks" narrows them
 	$(PYTEST)
 
 thorough: $(DEV)  ## run these and the tests that only combine once more what they run, or take minutes (half as long again)
